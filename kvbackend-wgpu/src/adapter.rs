@@ -9,38 +9,39 @@ use wgpu::{
 use crate::device::{NAME, NATIVE_F16};
 use crate::options::WgpuOptions;
 
-/// Number of storage buffers that the attention kernel binds, the maximum of all kernels.
+/// The number of storage buffers that the attention kernel binds. No other kernel binds more.
 const STORAGE_BUFFERS: u32 = 10;
 
-/// Number of threads in the largest workgroup.
+/// The number of threads in the largest workgroup.
 const INVOCATIONS: u32 = 256;
 
 /// An adapter of this machine: a GPU, or software that acts as one.
 #[derive(Debug, Clone)]
 pub struct AdapterReport {
-    /// Name that the driver reports.
+    /// The name that the driver reports.
     pub name: String,
-    /// Graphics interface: `vulkan`, `metal` or `dx12`.
+    /// The graphics interface: `vulkan`, `metal` or `dx12`.
     pub interface: String,
-    /// `discrete`, `integrated`, `virtual`, `cpu` or `other`.
+    /// The type of device: `discrete`, `integrated`, `virtual`, `cpu` or `other`.
     pub kind: &'static str,
-    /// Name and version of the driver.
+    /// The driver's name and version.
     pub driver: String,
-    /// Bytes of the largest buffer that the device can create.
+    /// The size of the largest buffer that the device can create, in bytes.
     pub max_buffer: u64,
-    /// Maximum number of bytes of a buffer that a kernel can bind at once; larger buffers are bound in parts.
+    /// The maximum number of a buffer's bytes that a kernel can bind at once. Larger buffers are bound in
+    /// parts.
     pub max_binding: u64,
-    /// Bytes of memory per workgroup.
+    /// The maximum memory per workgroup, in bytes.
     pub workgroup_memory: u32,
-    /// Whether kernels read f16 with the device's own 16-bit arithmetic. If not, they use bit operations.
+    /// Whether kernels read f16 with the device's own 16-bit arithmetic. If false, they use bit operations.
     pub native_f16: bool,
     /// Whether the device can bind host memory, which `pinned` and `system` memory need.
     pub host_memory: bool,
-    /// Why the backend cannot use the adapter, or `None` if it can.
+    /// The reason why the backend cannot use the adapter, or `None` if it can.
     pub unfit: Option<String>,
 }
 
-/// Returns the adapters of this machine, in the order in which [`WgpuOptions::adapter`] counts them.
+/// Returns this machine's adapters, in the order of the indices for [`WgpuOptions::adapter`].
 pub fn adapters() -> Vec<AdapterReport> {
     list().iter().map(report).collect()
 }
@@ -84,7 +85,7 @@ fn report(adapter: &Adapter) -> AdapterReport {
     }
 }
 
-/// Returns a sentence about the first limit that is too low for the kernels, or `None` if all are high
+/// Returns a sentence about the first limit that is too low for the kernels, or `None` if all limits are high
 /// enough.
 pub(crate) fn unfit(limits: &Limits) -> Option<String> {
     [
@@ -96,7 +97,7 @@ pub(crate) fn unfit(limits: &Limits) -> Option<String> {
     .map(|(what, has, needs)| format!("it allows {has} {what}, the kernels need {needs}"))
 }
 
-/// Opens the adapter that the options name.
+/// Opens the adapter that the options select.
 pub(crate) fn open(options: &WgpuOptions) -> Result<(wgpu::Device, Queue)> {
     let none = |reason: String| Error::NoDevice { backend: NAME, reason };
     let adapters = list();
@@ -125,7 +126,7 @@ pub(crate) fn open(options: &WgpuOptions) -> Result<(wgpu::Device, Queue)> {
         .map_err(|error| none(format!("{name} could not be opened: {error}")))
 }
 
-/// Advice for a machine without any adapter.
+/// The advice for a machine that has no adapter.
 pub const NO_ADAPTER: &str = "no Vulkan, Metal or DirectX 12 adapter was found; install the driver of the GPU, or a \
                           software adapter (Debian, Ubuntu: apt-get install mesa-vulkan-drivers libvulkan1)";
 

@@ -1,4 +1,4 @@
-//! An open device, which streams, storages and kernels share.
+//! An open device. Its streams, storages and kernels share it.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,26 +16,27 @@ use wgpu::{
 use crate::options::WgpuOptions;
 use crate::pipeline::{Constant, Pipeline, Pipelines, Shader};
 
-/// Name of the backend in errors and on command lines.
+/// The backend's name in errors and on command lines.
 pub(crate) const NAME: &str = "wgpu";
 
-/// The next address for a storage. An address is an index that is unique across all devices of the process;
+/// The next address for a storage. An address is an index that is unique across all devices in the process;
 /// it does not point to memory.
 static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(ADDRESS_ALIGN);
 
-/// Alignment of addresses, which suits every element type and every offset at which a buffer may be bound.
+/// The alignment of addresses. It suits every element type and every offset at which a buffer may be bound.
 const ADDRESS_ALIGN: u64 = 256;
 
-/// Maximum number of bytes per binding. Elements are counted in 32 bits, and a byte holds two 4-bit elements.
+/// The maximum number of bytes per binding. Elements are counted in 32 bits, and a byte contains two 4-bit
+/// elements.
 const MOST_BINDING: u64 = (1 << 31) - ADDRESS_ALIGN;
 
-/// Features that a device needs to do f16 arithmetic itself.
+/// The features that a device needs for its own f16 arithmetic.
 pub(crate) const NATIVE_F16: Features = Features::SHADER_F16.union(Features::SHADER_I16);
 
-/// How long to wait after the device rejected something, before checking whether it is lost.
+/// The time to wait after the device has rejected a request, before checking whether it is lost.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A device with its queue, its compiled kernels and its failures.
+/// A device with its queue, its compiled kernels, and the failures that it reported.
 pub(crate) struct GpuDevice {
     pub(crate) handle: Handle,
     pub(crate) queue: Queue,
@@ -43,16 +44,17 @@ pub(crate) struct GpuDevice {
     pub(crate) features: Features,
     pipelines: Pipelines,
     pub(crate) counters: Counters,
-    /// Maximum number of bytes of a buffer to bind at once.
+    /// The maximum number of a buffer's bytes to bind at once.
     pub(crate) binding: u64,
     health: Arc<Health>,
-    /// Copies of RoPE tables on the device, by the address of the table on the host.
+    /// The RoPE tables on the device, by the address of the table on the host.
     angles: Mutex<HashMap<usize, (Weak<RopeTable>, Buffer)>>,
-    /// Buffers for bindings that a kernel does not use: one for writing, one for reading only.
+    /// Buffers for bindings that a kernel does not use: one for writable bindings, one for read-only
+    /// bindings.
     pub(crate) nothing: [Buffer; 2],
 }
 
-/// Failures that the device reported outside any call.
+/// Failures that the device reported outside of any call.
 #[derive(Default)]
 struct Health {
     lost: OnceLock<String>,
@@ -79,7 +81,7 @@ impl GpuDevice {
         let (limits, features) = (handle.limits(), handle.features());
         let native = features.contains(NATIVE_F16) && !options.packed_f16;
         let binding = limits.max_storage_buffer_binding_size.min(MOST_BINDING);
-        // Leaves room for rounding the beginning and the end of a row.
+        // This leaves room for rounding the start and the end of a row.
         let least = 4 * u64::from(limits.min_storage_buffer_offset_alignment).max(ADDRESS_ALIGN);
         let binding = options.max_binding.map_or(binding, |asked| binding.min(asked.max(least)));
         let nothing = [0, 1].map(|_| {
@@ -105,8 +107,8 @@ impl GpuDevice {
         })
     }
 
-    /// Returns the kernel with these constants, and compiles it on first use. `texts` holds constants that
-    /// WGSL needs in its source code; they follow from the other constants.
+    /// Returns the kernel with the given constants, which is compiled on first use. `texts` declares the
+    /// constants that WGSL needs in its source code; they must be determined by `constants`.
     pub(crate) fn pipeline(
         &self,
         shader: Shader,
@@ -122,13 +124,13 @@ impl GpuDevice {
         })
     }
 
-    /// Returns an address range for a storage of `bytes` bytes that no other storage overlaps.
+    /// Reserves addresses for a storage of `bytes` bytes. Returns the first one.
     pub(crate) fn address(bytes: usize) -> u64 {
         let size = (bytes as u64).next_multiple_of(ADDRESS_ALIGN);
         NEXT_ADDRESS.fetch_add(size, Ordering::Relaxed)
     }
 
-    /// Returns the alignment of a binding's offset in bytes.
+    /// Returns the alignment that a binding's offset must have, in bytes.
     pub(crate) fn binding_align(&self) -> u64 {
         u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)
     }
@@ -146,7 +148,7 @@ impl GpuDevice {
         Err(Error::Unsupported { backend: NAME, what })
     }
 
-    /// Returns the error for an operation whose lists are too long to bind.
+    /// Returns the error for an operation with lists that are too long to bind.
     pub(crate) fn lists_too_long(&self, bytes: u64) -> Error {
         let most = self.limits.max_storage_buffer_binding_size;
         let what =
@@ -154,7 +156,7 @@ impl GpuDevice {
         Error::Unsupported { backend: NAME, what }
     }
 
-    /// Returns an error if the device is lost, or if it has rejected something since the last call.
+    /// Returns an error if the device is lost, or if it has rejected a request since the last call.
     pub(crate) fn check(&self) -> Result<()> {
         let refused = self.health.error.lock().take();
         match (refused, self.health.lost.get()) {
@@ -163,8 +165,8 @@ impl GpuDevice {
         }
     }
 
-    /// Returns the error for a rejection: the device's loss if it is lost, otherwise `reason`. Waits up to
-    /// [`PATIENCE`], because a device reports its loss only when it has no work left.
+    /// Returns the error for a rejected request: the loss of the device if it is lost, otherwise `reason`.
+    /// Waits up to [`PATIENCE`], because a device reports its loss only when it has no work left.
     pub(crate) fn refusal(&self, reason: String) -> Error {
         let _ = self.poll(None, Some(PATIENCE));
         match self.health.lost.get() {
@@ -173,7 +175,7 @@ impl GpuDevice {
         }
     }
 
-    /// Runs `make` and returns its result. The error is the device's reason for rejecting it.
+    /// Calls `make` and returns its result, or the device's reason for rejecting it.
     pub(crate) fn guarded<T>(&self, make: impl FnOnce() -> T) -> std::result::Result<T, String> {
         let scopes = [ErrorFilter::Validation, ErrorFilter::OutOfMemory, ErrorFilter::Internal]
             .map(|filter| self.handle.push_error_scope(filter));
@@ -187,8 +189,8 @@ impl GpuDevice {
         refused.map_or(Ok(made), Err)
     }
 
-    /// Writes whole words to a buffer before the next submission. The error is the device's reason for
-    /// rejecting it.
+    /// Writes whole words to a buffer before the next submission. Returns the device's reason if it rejects
+    /// the write.
     pub(crate) fn fill(&self, buffer: &Buffer, at: u64, bytes: &[u8]) -> std::result::Result<(), String> {
         self.guarded(|| self.queue.write_buffer(buffer, at, bytes))
     }
@@ -200,15 +202,15 @@ impl GpuDevice {
         waited.map_err(|error| self.refusal(error.to_string()))
     }
 
-    /// Returns whether a submission is done, or was lost with its device. Never waits.
+    /// Returns whether a submission is done, or was lost with its device. This call never waits.
     pub(crate) fn is_done(&self, submission: SubmissionIndex) -> bool {
         !matches!(self.poll(Some(submission), Some(Duration::ZERO)), Err(PollError::Timeout))
     }
 
-    /// Waits for a submission, or for everything submitted if there is none.
+    /// Waits for a submission, or for all submissions if none is given.
     ///
-    /// `wgpu` panics if the driver reports that the device is gone. The panic is caught and marks the device
-    /// as lost.
+    /// `wgpu` panics if the driver reports that the device is gone. This function catches the panic and marks
+    /// the device as lost.
     fn poll(
         &self,
         submission_index: Option<SubmissionIndex>,
@@ -225,8 +227,8 @@ impl GpuDevice {
     }
 
     // Decision: docs/decisions/backend-wgpu.md#angles-are-read-from-a-table-on-the-device
-    /// Returns a RoPE's table on the device: the cosine and sine of each pair, by position. Uploads the table
-    /// again if it has grown on the host.
+    /// Returns a RoPE's table on the device, which has the cosine and sine of each pair, by position. Uploads
+    /// the table again if it has grown on the host.
     pub(crate) fn angles(&self, rope: &Rope) -> Result<Buffer> {
         let table = rope.table([])?;
         let key = Arc::as_ptr(&table) as usize;

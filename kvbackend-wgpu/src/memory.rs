@@ -1,4 +1,5 @@
-//! Storages: a device's own buffers, lent buffers, and reserved storages that release their buffers.
+//! Storages: buffers that the backend creates, lent buffers, and reserved storages that can free their
+//! buffers.
 
 use std::any::Any;
 use std::fmt;
@@ -11,16 +12,16 @@ use wgpu::{Buffer, BufferUsages, CommandEncoderDescriptor, Features};
 
 use crate::device::{GpuDevice, NAME};
 
-/// Usages that kernels and copies require of a buffer.
+/// The usages that kernels and copies require of a buffer.
 const USAGES: BufferUsages =
     BufferUsages::STORAGE.union(BufferUsages::COPY_SRC).union(BufferUsages::COPY_DST);
 
-/// Size in bytes of a granule, the unit in which reserved memory is mapped.
+/// The size of a granule, the unit in which reserved memory is mapped, in bytes.
 const GRANULE: usize = 64 << 10;
 
-/// Bytes of a device's memory, or of host memory that the device can bind.
+/// A range of device memory, or of host memory that the device can bind.
 ///
-/// The address of a storage is an index that is unique in the process; it does not point to memory.
+/// The storage's address is an index that is unique in the process; it does not point to memory.
 pub struct WgpuStorage {
     device: Arc<GpuDevice>,
     /// The buffer, or `None` while a reserved storage is unmapped.
@@ -28,7 +29,7 @@ pub struct WgpuStorage {
     kind: MemoryKind,
     address: u64,
     len: usize,
-    /// Whether each granule of a reserved storage is mapped; empty for other storages.
+    /// For each granule of a reserved storage, whether it is mapped; empty for other storages.
     granules: Mutex<Vec<bool>>,
 }
 
@@ -87,7 +88,7 @@ impl WgpuStorage {
         Self { device, buffer: Mutex::new(buffer), kind, address, len, granules: Mutex::new(granules) }
     }
 
-    /// Returns the buffer, which is at least as long as the storage and a multiple of 4 bytes.
+    /// Returns the buffer. Its length is at least that of the storage, and a multiple of 4 bytes.
     pub(crate) fn buffer(&self) -> Result<Buffer> {
         self.buffer.lock().clone().ok_or_else(|| Error::Device {
             backend: NAME,
@@ -147,9 +148,9 @@ impl Storage for WgpuStorage {
     }
 }
 
-/// The interface cannot free memory while keeping its address. A storage therefore drops its buffer when its
-/// last mapped granule is unmapped, and creates a new one when a granule is mapped again. While any granule
-/// is mapped, the whole buffer stays.
+/// wgpu cannot free memory and keep its address. A storage therefore drops its buffer when its last mapped
+/// granule is unmapped, and creates a new one when a granule is mapped again. While any granule is mapped,
+/// the whole buffer stays.
 impl ReservedStorage for WgpuStorage {
     fn granularity(&self) -> usize {
         GRANULE
@@ -198,16 +199,16 @@ impl ReservedStorage for WgpuStorage {
         self.granules.lock().iter().filter(|mapped| **mapped).count() * GRANULE
     }
 
-    /// Returns all bytes while any granule is mapped, because a buffer is freed as a whole.
+    /// Returns the whole length while any granule is mapped, because a buffer can only be freed as a whole.
     fn resident_bytes(&self) -> usize {
         if self.buffer.lock().is_some() { self.len } else { 0 }
     }
 }
 
-/// Returns the storage behind a handle.
+/// Downcasts a storage of this device to this backend's type.
 ///
 /// # Errors
-/// Returns [`Error::ForeignHandle`] for a storage of another device or backend.
+/// Returns [`Error::ForeignHandle`] if the storage belongs to another backend or device.
 pub(crate) fn of<'a>(device: &Arc<GpuDevice>, storage: &'a Arc<dyn Storage>) -> Result<&'a WgpuStorage> {
     let known = storage.as_any().downcast_ref::<WgpuStorage>();
     known

@@ -1,17 +1,17 @@
-//! Settings of a wgpu backend.
+//! The backend's options.
 
-/// The adapter to open, and limits to impose on it. By default, the fastest adapter without additional
+/// Options for a [`WgpuBackend`](crate::WgpuBackend). The default is the fastest adapter without additional
 /// limits.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WgpuOptions {
-    /// Part of an adapter's name, in upper or lower case, or its index in [`adapters`](crate::adapters).
+    /// A part of the adapter's name, in upper or lower case, or its index in [`adapters`](crate::adapters).
     ///
-    /// By default, the backend uses the first discrete GPU that can run the kernels, otherwise the first
-    /// integrated GPU that can, otherwise any other adapter that can.
+    /// By default, the backend uses the first discrete GPU that can run the kernels, or else the first such
+    /// integrated GPU, or else any other such adapter.
     pub adapter: Option<String>,
-    /// Whether to compute f16 with bit operations, as on devices without 16-bit arithmetic.
+    /// Whether to read f16 with bit operations, as on devices without 16-bit arithmetic.
     pub packed_f16: bool,
-    /// Maximum number of bytes of a buffer to bind at once, if lower than the device's own limit. Must be at
-    /// least 1024.
+    /// The maximum number of a buffer's bytes to bind at once, if it must be lower than the device's own
+    /// limit. At least 1024.
     pub max_binding: Option<u64>,
 }

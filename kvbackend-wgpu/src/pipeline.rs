@@ -44,8 +44,8 @@ impl Shader {
         }
     }
 
-    /// Returns, for each binding, whether it is declared as writable: because it is written, or because it
-    /// may share its buffer with one that is.
+    /// Returns for each binding whether it is declared as writable. A binding must be if it is written, or if
+    /// it may share its buffer with a written binding.
     fn written(self) -> &'static [bool] {
         match self {
             Self::CopyUnits | Self::CopyBytes => &[false, true, true],
@@ -55,7 +55,7 @@ impl Shader {
         }
     }
 
-    /// Returns the whole source code, assembled here because WGSL has no includes.
+    /// Returns the complete source code, which is assembled here because WGSL has no includes.
     pub(crate) fn text(self, native_f16: bool, texts: &str) -> String {
         let f16 = if native_f16 { F16_NATIVE } else { F16_PACKED };
         let parts: &[&str] = match self {
@@ -72,7 +72,7 @@ impl Shader {
 /// The name and value of a pipeline constant.
 pub(crate) type Constant = (&'static str, f64);
 
-/// Names of constants, and the bits of their values.
+/// The names of constants, and the bits of their values.
 type Values = SmallVec<[(&'static str, u64); 18]>;
 
 /// A kernel that is ready to run.
@@ -82,7 +82,7 @@ pub(crate) struct Pipeline {
     layout: BindGroupLayout,
 }
 
-/// Part of a buffer, in bytes.
+/// A part of a buffer, in bytes.
 #[derive(Debug, Clone)]
 pub(crate) struct Binding {
     pub(crate) buffer: Buffer,
@@ -97,7 +97,7 @@ impl Binding {
 }
 
 impl Pipeline {
-    /// Binds parts of buffers as bindings 0, 1, 2 and so on.
+    /// Creates a bind group with the given parts of buffers as bindings 0, 1, 2 and so on.
     pub(crate) fn bind<'a>(
         &self,
         device: &wgpu::Device,
@@ -118,7 +118,7 @@ impl Pipeline {
         device.create_bind_group(&descriptor)
     }
 
-    /// Compiles a kernel from its source text.
+    /// Compiles a kernel from its source code.
     pub(crate) fn compile(
         device: &wgpu::Device,
         shader: Shader,
@@ -178,8 +178,8 @@ impl Pipelines {
         Self { native_f16, made: Mutex::default() }
     }
 
-    /// Returns the kernel with these constants. `make` compiles it on first use; its argument is true if the
-    /// kernel reads f16 with the device's own arithmetic.
+    /// Returns the kernel with the given constants. On first use, `make` compiles it; its argument is true if
+    /// the kernel reads f16 with the device's own arithmetic.
     pub(crate) fn get(
         &self,
         shader: Shader,

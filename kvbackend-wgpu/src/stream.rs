@@ -1,6 +1,6 @@
 //! Streams and events on a device's only queue.
 //!
-//! A stream records commands. It submits them when something waits for them, when another stream must run
+//! A stream records commands, and submits them when something waits for them, when another stream must run
 //! after them, or when there are many. The queue runs submissions in order. Without a wait between two
 //! streams, the order of their submissions is arbitrary.
 
@@ -22,11 +22,11 @@ use crate::queue::{Point, Queue, SMALL_WRITE};
 /// A stream of the wgpu backend.
 pub struct WgpuStream {
     queue: Arc<Queue>,
-    /// Attention plans, which the layers of a step share.
+    /// The attention plans that the layers of a step share.
     plans: Plans,
 }
 
-/// A point in a [`WgpuStream`]'s order.
+/// A point in a [`WgpuStream`]'s order of work.
 pub struct WgpuEvent {
     queue: Arc<Queue>,
     point: Option<Arc<Point>>,
@@ -45,7 +45,7 @@ impl fmt::Debug for WgpuEvent {
 }
 
 impl WgpuEvent {
-    /// Submits the work before the event, unless it is already submitted.
+    /// Submits the work before the event, unless this has already happened.
     fn submit(&self) {
         if self.point.as_ref().is_some_and(|point| point.submission().is_none()) {
             self.queue.submit();

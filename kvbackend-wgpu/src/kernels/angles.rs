@@ -1,4 +1,4 @@
-//! The rows of a RoPE table that a kernel run binds.
+//! The rows of a RoPE table that a dispatch binds.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -10,19 +10,19 @@ use wgpu::BufferUsages;
 use crate::device::{GpuDevice, NAME};
 use crate::pipeline::Binding;
 
-/// Bound rows of a RoPE table. The row for a number is at index `|number| - first`, and the kernel rotates in
-/// the opposite direction if the number is negative.
+/// The bound rows of a RoPE table. The row for a position's number is at index `|number| - first`. If the
+/// number is negative, the kernel rotates in the opposite direction.
 pub(super) struct RowAngles {
     pub(super) binding: Binding,
     pub(super) first: u32,
     rows: RopeRows,
 }
 
-/// The rows needed for a set of positions, in the table of any RoPE with the same number of pairs.
+/// The rows that a set of positions needs, in the table of any RoPE with the same number of pairs.
 pub(super) enum RopeRows {
-    /// A range of the table: its first row, and the row after its last.
+    /// A range of the table: the index of its first row, and the index after its last row.
     Span(u64, u64),
-    /// Rows that are too far apart to bind at once, as the sorted magnitudes of their positions.
+    /// Rows that are too far apart to bind at once, given as the sorted absolute values of their positions.
     Picked(Vec<u32>),
 }
 
@@ -32,7 +32,7 @@ pub(super) fn pairs_of(rope: &Rope) -> usize {
 }
 
 impl RowAngles {
-    /// Binds the rows of all positions in some ranges.
+    /// Binds the rows for all positions in the given ranges.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the device cannot bind the rows at once.
@@ -46,14 +46,15 @@ impl RowAngles {
         Ok(Self { binding, first, rows })
     }
 
-    /// Returns the kernel's number for a position. Consecutive positions have consecutive numbers.
+    /// Returns the number by which the kernel identifies a position. Consecutive positions have consecutive
+    /// numbers.
     pub(super) fn number(&self, position: i32) -> i32 {
         self.rows.number(position)
     }
 }
 
 impl RopeRows {
-    /// Finds the rows of all positions in some ranges, in tables of `pairs` pairs.
+    /// Finds the rows for all positions in the given ranges, in tables of `pairs` pairs.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the device cannot bind the rows at once.
@@ -71,7 +72,7 @@ impl RopeRows {
         let (low, high) = magnitudes.fold((u32::MAX, 0), |(low, high), at| (low.min(at), high.max(at)));
         let row = 8 * pairs as u64;
         let align = device.binding_align();
-        // Every `step` rows, a row begins at a valid binding offset.
+        // Every `step` rows, a row starts at a valid binding offset.
         let step = (1..=align).find(|rows| (rows * row).is_multiple_of(align)).unwrap_or(align);
         let first = u64::from(low.min(high));
         let (first, end) = (first - first % step, u64::from(high) + 1);
@@ -96,7 +97,7 @@ impl RopeRows {
         Ok(Self::Picked(magnitudes.into_iter().collect()))
     }
 
-    /// Binds the rows in a RoPE's table. Also returns the number of the first row.
+    /// Binds the rows in a RoPE's table. Also returns the number of the first bound row.
     pub(super) fn bind(&self, device: &GpuDevice, rope: &Rope) -> Result<(Binding, u32)> {
         let half = pairs_of(rope);
         match self {
@@ -116,13 +117,14 @@ impl RopeRows {
                 device
                     .fill(&buffer, 0, bytemuck::cast_slice(&rows))
                     .map_err(|reason| device.refusal(reason))?;
-                // Numbers begin at 1, because 0 has no sign.
+                // Numbers start at 1, because 0 has no sign.
                 Ok((Binding::whole(&buffer), 1))
             }
         }
     }
 
-    /// Returns the kernel's number for a position. Consecutive positions have consecutive numbers.
+    /// Returns the number by which the kernel identifies a position. Consecutive positions have consecutive
+    /// numbers.
     pub(super) fn number(&self, position: i32) -> i32 {
         let Self::Picked(picked) = self else { return position };
         let at = picked.partition_point(|&known| known < position.unsigned_abs()) as i32 + 1;

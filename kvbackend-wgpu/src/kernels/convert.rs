@@ -1,4 +1,4 @@
-//! Rows that change when they are moved: other formats, rotations, scales.
+//! Copies that convert, rotate or scale rows.
 
 use std::sync::Arc;
 
@@ -17,10 +17,10 @@ use crate::memory;
 use crate::pipeline::{Binding, Constant, Shader};
 use crate::queue::Dispatch;
 
-/// Maximum number of workgroups per run, whose index has 32 bits.
+/// The maximum number of workgroups per dispatch. A workgroup's index has 32 bits.
 const MOST_GROUPS: u64 = 1 << 31;
 
-/// Returns the constant in `element.wgsl` for an element type.
+/// Returns an element type's constant in `element.wgsl`.
 pub(super) fn kind(dtype: DType) -> u32 {
     match dtype {
         DType::F16 => 1,
@@ -33,7 +33,7 @@ pub(super) fn kind(dtype: DType) -> u32 {
     }
 }
 
-/// Returns the number of elements that share a scale, for integer formats.
+/// Returns the number of elements that share a scale in an integer format, or `None` for any other format.
 pub(super) fn group(format: KvFormat) -> Option<usize> {
     match format {
         KvFormat::Int8 { group } | KvFormat::Int4 { group } => Some(group),
@@ -64,7 +64,7 @@ impl RowEnd {
         Ok(Self { buffer, dtype: format.storage_dtype(), group: group(format), scales: scales.transpose()? })
     }
 
-    /// Returns the buffers for rows of `dim` elements and for their scales.
+    /// Returns the buffer of rows of `dim` elements, and the buffer of their scales.
     fn sides(&self, device: &GpuDevice, dim: usize) -> [PlaceBuffer; 2] {
         let rows =
             PlaceBuffer { buffer: self.buffer.clone(), bits: self.dtype.bits() as u64, row: dim as u64 };
@@ -80,14 +80,14 @@ impl RowEnd {
     }
 }
 
-/// How to rotate a conversion's rows, by the positions in [`RowItems::numbers`].
+/// The rotation of a conversion's rows, by the positions in [`RowItems::numbers`].
 pub(super) struct ConversionTurn<'a> {
     pub(super) rope: &'a Rope,
     pub(super) factor: f32,
 }
 
-/// A conversion of rows of `dim` elements from `source` to `dest`. Places count elements of source and
-/// destination, and scales of both.
+/// A conversion of rows of `dim` elements from `source` to `dest`. Offsets are in elements of the source and
+/// destination, and in scales of both.
 pub(super) struct Conversion<'a> {
     pub(super) source: RowEnd,
     pub(super) dest: RowEnd,
@@ -169,7 +169,7 @@ pub(crate) fn rope(device: &Arc<GpuDevice>, op: &ApplyRope) -> Result<Vec<Dispat
     let conversion = Conversion {
         source: RowEnd::view(device, &op.rows)?,
         dest: RowEnd::view(device, &op.rows)?,
-        // Elements past the rotary dimension are unchanged.
+        // Elements past the rotary dimension stay unchanged.
         dim: op.rope.config().rotary_dim,
         rows: RowItems { items, numbers, axes },
         turn: Some(ConversionTurn { rope: &op.rope, factor: op.rope.attention_factor() }),
@@ -177,7 +177,7 @@ pub(crate) fn rope(device: &Arc<GpuDevice>, op: &ApplyRope) -> Result<Vec<Dispat
     conversion.dispatches(device)
 }
 
-/// Converts blocks of some layers of one plane into blocks of another plane.
+/// Converts blocks of one plane into blocks of another plane, in the given layers.
 fn blocks(
     device: &Arc<GpuDevice>,
     (src, dst): (&KvPlane, &KvPlane),

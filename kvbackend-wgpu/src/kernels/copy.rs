@@ -14,25 +14,25 @@ use crate::memory;
 use crate::pipeline::Shader;
 use crate::queue::Dispatch;
 
-/// Number of bytes that one thread of the fast kernel copies.
+/// The number of bytes that one thread of `copy_units.wgsl` copies.
 const UNIT: u64 = 16;
 
-/// Number of threads per workgroup, in both kernels.
+/// The number of threads per workgroup, in both kernels.
 const THREADS: u64 = 256;
 
-/// Maximum number of threads per run, whose index has 32 bits.
+/// The maximum number of threads per dispatch. A thread's index has 32 bits.
 const MOST_THREADS: u64 = 1 << 31;
 
-/// A copy of rows. Places, strides and the length of a row are in bytes; a row is dense in both buffers.
+/// A copy of rows. Offsets, strides and row lengths are in bytes; a row is dense in both buffers.
 pub(super) struct Copy {
     pub(super) source: wgpu::Buffer,
     pub(super) dest: wgpu::Buffer,
     pub(super) rows: RowItems,
-    /// Number of bytes per row.
+    /// The number of bytes per row.
     pub(super) row: u64,
 }
 
-/// Returns a place in source and destination, with the buffers of scales unused.
+/// Returns the offsets of a row in source and destination. The buffers of scales are unused.
 pub(super) fn place(source: u64, dest: u64) -> RowPlace {
     let mut place = [0; SIDES];
     (place[0], place[1]) = (source, dest);
@@ -40,7 +40,7 @@ pub(super) fn place(source: u64, dest: u64) -> RowPlace {
 }
 
 impl Copy {
-    /// Joins rows that are adjacent in both buffers. Sorts the axes by their stride in the destination, the
+    /// Joins rows that are adjacent in both buffers. Sorts the axes by their stride in the destination,
     /// largest first.
     fn joined(mut self) -> Self {
         self.rows.axes.retain(|axis| axis.n != 1);
@@ -68,7 +68,7 @@ impl Copy {
         Ok(work)
     }
 
-    /// Divides rows that are longer than a binding into shorter rows: pieces of equal length, and the rest.
+    /// Divides rows that are longer than a binding into pieces of equal length and a shorter last piece.
     fn in_pieces(self, device: &GpuDevice) -> Vec<Self> {
         let piece = device.binding / 2 - device.binding / 2 % UNIT;
         if self.row <= piece {
@@ -86,7 +86,7 @@ impl Copy {
     }
 }
 
-/// Returns whether all places, strides and lengths are whole units.
+/// Returns whether all offsets, strides and lengths are multiples of [`UNIT`].
 fn in_units(part: &Windowed, row: u64) -> bool {
     let whole = |places: &[u32]| places[..2].iter().all(|&at| u64::from(at).is_multiple_of(UNIT));
     row.is_multiple_of(UNIT)
@@ -101,7 +101,7 @@ fn run(device: &GpuDevice, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     while axes.len() < 3 {
         axes.insert(0, RowAxis { n: 1, strides: [0; SIDES] });
     }
-    // Threads per row: one more if a row may begin inside a word.
+    // The number of threads per row. A row that starts inside a word needs one more thread.
     let per_row = if units { row / UNIT } else { row.div_ceil(4) + 1 };
     let per_item = axes.iter().map(|axis| axis.n as u64).product::<u64>() * per_row;
     if per_item > MOST_THREADS {
@@ -130,8 +130,8 @@ fn run(device: &GpuDevice, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     Ok(work)
 }
 
-/// Copies host bytes to byte `at` of a buffer, through a separate buffer, because queue commands only copy
-/// whole words.
+/// Copies host bytes to a buffer, starting at byte `at`. The bytes go through a separate buffer, because
+/// queue commands only copy whole words.
 pub(crate) fn bytes(device: &GpuDevice, bytes: &[u8], to: &wgpu::Buffer, at: usize) -> Result<Vec<Dispatch>> {
     let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % 4);
     let source =
@@ -147,7 +147,7 @@ pub(crate) fn bytes(device: &GpuDevice, bytes: &[u8], to: &wgpu::Buffer, at: usi
     Copy { source, dest: to.clone(), rows, row: bytes.len() as u64 }.dispatches(device)
 }
 
-/// Copies whole blocks of K or V in some layers, with their scales if these are stored per block.
+/// Copies whole blocks of K or V in the given layers, with their scales if these are stored per block.
 pub(super) fn blocks(
     device: &Arc<GpuDevice>,
     (src, dst): (&KvPlane, &KvPlane),
@@ -212,7 +212,7 @@ pub(crate) fn copy_tensor(device: &Arc<GpuDevice>, op: &CopyTensor) -> Result<Ve
     let shape = op.src.shape();
     let strides = |view: &TensorView, axis: usize| byte_of(dtype, view.strides()[axis]);
     let dense = |view: &TensorView| view.strides().last().is_none_or(|&stride| stride == 1);
-    // A row is the last axis if the axis is dense on both sides, otherwise one element.
+    // A row is the whole last axis if that axis is dense on both sides, otherwise a single element.
     let outer = match shape.last() {
         Some(&n) if n == 1 || (dense(&op.src) && dense(&op.dst)) => shape.len() - 1,
         _ => shape.len(),

@@ -1,7 +1,7 @@
-//! The places of rows, and the parts of the buffers that must be bound to reach them.
+//! The offsets of rows, and the parts of buffers that must be bound to reach these rows.
 //!
-//! A kernel counts in 32 bits from the beginning of a binding, and a device can bind only a limited part of a
-//! buffer at once. Rows that are further apart are moved by several runs, each with its own windows.
+//! A kernel counts in 32 bits from the start of a binding, and a device can bind only a limited part of a
+//! buffer at once. Rows that are further apart are moved by several dispatches, each with its own windows.
 
 use std::collections::BTreeMap;
 
@@ -11,48 +11,48 @@ use smallvec::SmallVec;
 use crate::device::{GpuDevice, NAME};
 use crate::pipeline::Binding;
 
-/// Number of buffers in which a row has a place: source, destination, and the scales of both.
+/// The number of buffers in which a row has an offset: source, destination, and the scales of both.
 pub(super) const SIDES: usize = 4;
 
-/// A place in each of these buffers, in the unit of its [`PlaceBuffer`].
+/// A row's offsets in these buffers, in the unit of each [`PlaceBuffer`].
 pub(super) type RowPlace = [u64; SIDES];
 
-/// Returns the byte offset of an element that begins a row.
+/// Returns the byte offset of an element, which must be the first of a row.
 pub(super) fn byte_of(dtype: DType, element: usize) -> u64 {
     element as u64 * dtype.bits() as u64 / 8
 }
 
-/// Maximum number of items per run, because their arguments must fit in a binding.
+/// The maximum number of items per dispatch, whose arguments must fit in a binding.
 const MOST_ITEMS: usize = 1 << 18;
 
-/// A loop over an item's rows: `n` steps, and the distance of a step in each buffer.
+/// A loop over an item's rows: the number of steps, and the length of a step in each buffer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowAxis {
     pub(super) n: usize,
     pub(super) strides: RowPlace,
 }
 
-/// A buffer, and the unit in which places in it are counted.
+/// A buffer, and the unit in which offsets into it are counted.
 #[derive(Debug, Clone)]
 pub(super) struct PlaceBuffer {
     pub(super) buffer: wgpu::Buffer,
-    /// Number of bits per unit.
+    /// The number of bits per unit.
     pub(super) bits: u64,
-    /// Number of units per row.
+    /// The number of units per row.
     pub(super) row: u64,
 }
 
-/// Rows to move: items at any places, each a loop over the axes.
+/// Rows to move: items at arbitrary offsets, each with a loop over the same axes.
 #[derive(Debug, Clone, Default)]
 pub(super) struct RowItems {
     pub(super) items: Vec<RowPlace>,
-    /// A number for each item that is not a place, such as the position to rotate by.
+    /// For each item, a number that is not an offset, such as the position by which it is rotated.
     pub(super) numbers: Vec<i32>,
     pub(super) axes: SmallVec<[RowAxis; 3]>,
 }
 
 impl RowItems {
-    /// Returns `count` items for each item, with `n` steps of an axis each, starting at step `first`.
+    /// Replaces each item by `count` items with `n` steps of an axis each, starting at step `first`.
     fn pieces(&self, axis: usize, n: usize, first: usize, count: usize) -> Self {
         let strides = self.axes[axis].strides;
         let steps = |place: &RowPlace| {
@@ -69,7 +69,7 @@ impl RowItems {
         }
     }
 
-    /// Returns the same rows with at most `most` axes, by turning the shortest axes into items.
+    /// Returns the same rows with at most `most` axes. The shortest axes are turned into items.
     pub(super) fn with_axes(mut self, most: usize) -> Self {
         while self.axes.len() > most {
             let shortest = (0..self.axes.len()).min_by_key(|&i| self.axes[i].n).unwrap_or(0);
@@ -79,11 +79,10 @@ impl RowItems {
         self
     }
 
-    /// Splits items, along the axis that reaches furthest, until one window of every buffer covers a whole
-    /// item.
+    /// Splits items along the axis that spans the most, until one window per buffer covers a whole item.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if a single row is longer than the limit of its side.
+    /// Returns [`Error::Unsupported`] if a single row is longer than the limit of its buffer.
     fn cut(self, lengths: &[u64], limits: &[u64]) -> Result<Vec<Self>> {
         let Some(side) = (0..limits.len()).find(|&i| self.span(i, lengths[i]) > limits[i]) else {
             return Ok(vec![self]);
@@ -107,14 +106,13 @@ impl RowItems {
         Ok(parts)
     }
 
-    /// Returns the number of units from the place of an item to the end of its last row.
+    /// Returns the number of units from an item's offset to the end of its last row.
     fn span(&self, side: usize, row: u64) -> u64 {
         self.axes.iter().map(|axis| (axis.n as u64 - 1) * axis.strides[side]).sum::<u64>() + row
     }
 }
 
-/// The rows of one kernel run: a binding of each buffer, and items whose places count from the beginning of
-/// the bindings.
+/// The rows of one dispatch: a binding of each buffer, and items with offsets from the start of the bindings.
 pub(super) struct Windowed {
     pub(super) bindings: Vec<Binding>,
     pub(super) items: Vec<([u32; SIDES], i32)>,
@@ -122,13 +120,13 @@ pub(super) struct Windowed {
 }
 
 // Decision: docs/decisions/backend-wgpu.md#a-large-pool-is-bound-in-windows
-/// Divides rows into runs that the device can bind.
+/// Divides rows into groups that a dispatch can bind.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] if a single row is larger than a binding.
+/// Returns [`Error::Unsupported`] if a single row is longer than a binding.
 pub(super) fn windows(device: &GpuDevice, rows: RowItems, sides: &[PlaceBuffer]) -> Result<Vec<Windowed>> {
     let align = device.binding_align();
-    // A binding begins at the multiple of `align` at or below its first unit, and ends with a whole word.
+    // A binding starts at the multiple of `align` at or below its first unit, and ends with a whole word.
     let limits: Vec<u64> = sides.iter().map(|side| (device.binding - align - 4) * 8 / side.bits).collect();
     let mut windowed = Vec::new();
     let lengths: Vec<u64> = sides.iter().map(|side| side.row).collect();
@@ -153,7 +151,7 @@ pub(super) fn windows(device: &GpuDevice, rows: RowItems, sides: &[PlaceBuffer])
     Ok(windowed)
 }
 
-/// Returns whether one run reaches all items.
+/// Returns whether a single dispatch can reach all items.
 fn fits_once(rows: &RowItems, limits: &[u64], spans: &[u64]) -> bool {
     limits.iter().zip(spans).enumerate().all(|(i, (limit, span))| {
         let places = rows.items.iter().map(|item| item[i]);
@@ -184,7 +182,7 @@ fn window(align: u64, rows: &RowItems, sides: &[PlaceBuffer], spans: &[u64], ite
 mod tests {
     use super::*;
 
-    /// Returns the places of all rows of all items, sorted.
+    /// Returns the offsets of all rows of all items, sorted.
     fn places(rows: &RowItems) -> Vec<RowPlace> {
         let mut all = rows.clone().with_axes(0).items;
         all.sort_unstable();

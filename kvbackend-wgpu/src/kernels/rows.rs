@@ -1,4 +1,4 @@
-//! Scatter and gather: rows to slots and slots to rows.
+//! Scatter and gather: copies of rows to slots and from slots.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::device::GpuDevice;
 use crate::memory;
 use crate::queue::Dispatch;
 
-/// Rows, and their slots in one plane.
+/// A tensor's rows, and their slots in one plane.
 struct SlotRows<'a> {
     plane: KvPlane<'a>,
     rows: &'a TensorView,
@@ -23,7 +23,7 @@ struct SlotRows<'a> {
 }
 
 impl SlotRows<'_> {
-    /// Returns, for each pair, the first element of the row, of the slot, and of the slot's scales.
+    /// Returns, for each pair, the offsets of the row, of the slot, and of the slot's scales, in elements.
     fn places(&self) -> impl Iterator<Item = [usize; 3]> {
         let scales = scale_strides(&self.plane);
         self.slots.iter().map(move |&(row, slot)| {
@@ -36,12 +36,12 @@ impl SlotRows<'_> {
         })
     }
 
-    /// Returns the strides between heads for rows, slots and scales.
+    /// Returns the strides between heads in rows, in slots and in scales.
     fn head(&self) -> [usize; 3] {
         [self.rows.strides()[1], self.plane.strides.head, scale_strides(&self.plane).head]
     }
 
-    /// Copies bits from rows to slots if `forth` is true, otherwise from slots to rows.
+    /// Copies rows to slots bit for bit if `forth` is true, otherwise slots to rows.
     fn copy(&self, device: &Arc<GpuDevice>, forth: bool) -> Result<Vec<Dispatch>> {
         let dtype = self.rows.dtype();
         let ends = |[row, slot, _]: [usize; 3]| {
@@ -79,14 +79,14 @@ impl SlotRows<'_> {
     }
 }
 
-/// Returns the pairs of row and slot, without padding.
+/// Returns the pairs of row index and slot, without padding rows.
 fn used(slots: &[i64]) -> Vec<(usize, usize)> {
     let used = slots.iter().enumerate().filter(|(_, slot)| **slot >= 0);
     used.map(|(row, &slot)| (row, slot as usize)).collect()
 }
 
-/// Returns the pairs of row and slot like [`used`], but only with the last row of each slot, because two rows
-/// written to one slot at the same time would mix.
+/// Returns the same pairs as [`used`], but only the last row of each slot, because rows written to one slot
+/// at the same time would mix.
 fn unique(slots: &[i64]) -> Vec<(usize, usize)> {
     let mut used = used(slots);
     if used.windows(2).any(|pair| pair[0].1 >= pair[1].1) {

@@ -5,7 +5,7 @@
 //!    run(work)     submit()      wait
 //! ```
 //!
-//! Code here deals with kernel runs ([`Dispatch`]) and buffers, and knows nothing about the contract's
+//! This module deals with kernel runs ([`Dispatch`]) and buffers, and knows nothing about the contract's
 //! operations.
 
 use std::sync::Arc;
@@ -26,8 +26,8 @@ pub(crate) use dispatch::Dispatch;
 use pending::Pending;
 pub(crate) use pending::Point;
 
-/// Maximum size in bytes of an aligned write that goes with the next submission; larger ones are passed to
-/// the queue at once.
+/// The maximum size of an aligned write that is uploaded with the next submission, in bytes. Larger writes
+/// are passed to the device's queue at once.
 pub(crate) const SMALL_WRITE: usize = 1 << 20;
 
 /// A stream's recorded work, which runs in the order in which it was recorded.
@@ -37,7 +37,7 @@ pub(crate) struct Queue {
 }
 
 impl Drop for Queue {
-    /// Submits the recorded work, so that it still runs.
+    /// Submits the recorded work, so that it still runs after the drop.
     fn drop(&mut self) {
         self.pending.get_mut().submit(&self.device);
     }
@@ -52,21 +52,21 @@ impl Queue {
         &self.device
     }
 
-    /// Records kernel runs, in order.
+    /// Records dispatches in order.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] for arguments that exceed the largest binding. Nothing is
-    /// recorded in that case.
+    /// Returns [`kvcore::Error::Unsupported`] if arguments exceed the largest binding. Nothing is recorded in
+    /// that case.
     pub(crate) fn run(&self, work: Vec<Dispatch>) -> Result<()> {
         self.device.check()?;
         self.pending.lock().run(&self.device, work)
     }
 
-    /// Records the runs of several pieces of a write, with nothing between them. Each piece comes with the
-    /// number of its bytes that were passed to the device's queue.
+    /// Records the dispatches for several pieces of a write, with no other work between them. Each piece
+    /// comes with the number of bytes that were passed to the device's queue for it.
     ///
     /// # Errors
-    /// Returns the errors of the pieces and of [`run`](Self::run).
+    /// Returns the error of a piece, or the errors of [`run`](Self::run).
     pub(crate) fn run_pieces(
         &self,
         pieces: impl Iterator<Item = Result<(Vec<Dispatch>, usize)>>,
@@ -81,15 +81,15 @@ impl Queue {
         Ok(())
     }
 
-    /// Counts bytes that were passed to the device's queue for work that follows.
+    /// Counts bytes that were passed to the device's queue for later work.
     pub(crate) fn count_written(&self, bytes: usize) {
         if bytes > 0 {
             self.pending.lock().count_written(&self.device, bytes);
         }
     }
 
-    /// Returns `bytes` bytes in which a kernel leaves results for the next kernel of the same operation. All
-    /// operations of a stream share this memory, because they run one after another.
+    /// Returns scratch memory of `bytes` bytes, in which a kernel leaves results for the same operation's
+    /// next kernel. All operations of a stream share this memory, because they run one after another.
     pub(crate) fn scratch(&self, bytes: u64) -> Result<Binding> {
         let mut pending = self.pending.lock();
         let buffer = if let Some(kept) = pending.scratch.as_ref().filter(|kept| kept.size() >= bytes) {
@@ -101,7 +101,8 @@ impl Queue {
         Ok(Binding { buffer, offset: 0, size: bytes })
     }
 
-    /// Writes whole words to a buffer, starting at byte `start`, after all work recorded so far.
+    /// Writes whole words to a buffer, starting at byte `start`. The write runs after all work recorded so
+    /// far.
     pub(crate) fn write_words(&self, buffer: &Buffer, start: u64, bytes: &[u8]) -> Result<()> {
         let (device, mut pending) = (&self.device, self.pending.lock());
         pending.check(device)?;
@@ -115,22 +116,22 @@ impl Queue {
         Ok(())
     }
 
-    /// Submits everything recorded.
+    /// Submits all recorded work.
     pub(crate) fn submit(&self) {
         self.pending.lock().submit(&self.device);
     }
 
-    /// Returns an error if the device rejected work of this stream.
+    /// Returns an error if the device has rejected work of this stream.
     pub(crate) fn check(&self) -> Result<()> {
         self.pending.lock().check(&self.device)
     }
 
-    /// Returns the moment after everything recorded so far, or `None` if nothing was ever recorded.
+    /// Returns the point after all work recorded so far, or `None` if nothing was ever recorded.
     pub(crate) fn point(&self) -> Option<Arc<Point>> {
         self.pending.lock().point()
     }
 
-    /// Submits everything recorded, and waits until it is done.
+    /// Submits all recorded work, and waits until it is done.
     pub(crate) fn drain(&self) -> Result<()> {
         let last = {
             let mut pending = self.pending.lock();
@@ -141,7 +142,7 @@ impl Queue {
         self.check()
     }
 
-    /// Waits for a submission, if there is one.
+    /// Waits for the given submission, if there is one.
     pub(crate) fn wait(&self, submission: Option<SubmissionIndex>) -> Result<()> {
         submission.map_or_else(|| self.device.check(), |submission| self.device.wait(submission))
     }

@@ -1,4 +1,4 @@
-//! Work that is recorded and not yet submitted.
+//! Work that has been recorded but not submitted.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -13,20 +13,20 @@ use crate::device::GpuDevice;
 use crate::pipeline::Binding;
 
 // Decision: docs/decisions/backend-wgpu.md#pending-work-is-limited
-/// Number of bytes waiting in the device's queue for the next submission at which the work so far is
-/// submitted.
+/// When this number of bytes is waiting in the device's queue, the recorded work is submitted.
 const MANY_WRITTEN: u64 = 64 << 20;
 
-/// Number of dispatches at which the work so far is submitted, so that the device works while the host
+/// When this number of dispatches is recorded, they are submitted, so that the device works while the host
 /// continues.
 const MANY: usize = 256;
 
-/// A moment in a stream's order: the next submission, or the one that it became.
+/// A point in a stream's order of work: the end of the next submission, or of the submission that it has
+/// become.
 #[derive(Debug, Default)]
 pub(crate) struct Point(Mutex<Option<SubmissionIndex>>);
 
 impl Point {
-    /// Returns the submission, if it was made.
+    /// Returns the submission, or `None` if it has not been made yet.
     pub(crate) fn submission(&self) -> Option<SubmissionIndex> {
         self.0.lock().clone()
     }
@@ -37,16 +37,16 @@ impl Point {
 pub(super) struct Pending {
     encoder: Option<CommandEncoder>,
     dispatches: usize,
-    /// Owners of buffers that recorded work reads.
+    /// The owners of buffers that recorded work reads.
     kept: Vec<Arc<dyn Any + Send + Sync>>,
-    /// Number of bytes passed to the queue for the next submission.
+    /// The number of bytes passed to the queue for the next submission.
     written: u64,
     uploads: Uploads,
     points: Vec<Arc<Point>>,
-    /// The last submission.
+    /// The most recent submission.
     last: Option<SubmissionIndex>,
-    /// Why the device rejected work of this stream. It stays set, because everything submitted with or after
-    /// that work was lost too.
+    /// The device's reason for rejecting work of this stream. It stays set, because everything submitted with
+    /// or after that work is lost too.
     failed: Option<String>,
     /// A staging buffer for reads, or `None` while a read uses it.
     pub(super) staging: Option<Buffer>,
@@ -60,7 +60,7 @@ impl Pending {
             .get_or_insert_with(|| device.handle.create_command_encoder(&CommandEncoderDescriptor::default()))
     }
 
-    /// Writes whole words to a buffer after all work recorded so far.
+    /// Writes whole words to a buffer. The write runs after all work recorded so far.
     pub(super) fn write(&mut self, device: &GpuDevice, buffer: &Buffer, start: u64, bytes: &[u8]) {
         if self.encoder.is_some() {
             self.submit(device);
@@ -71,7 +71,8 @@ impl Pending {
         self.count_written(device, bytes.len());
     }
 
-    /// Counts bytes that the queue keeps until the next submission, and submits if there are many.
+    /// Counts bytes that the queue keeps until the next submission, and submits the recorded work if there
+    /// are many.
     pub(super) fn count_written(&mut self, device: &GpuDevice, bytes: usize) {
         self.written += bytes as u64;
         if self.written >= MANY_WRITTEN {
@@ -79,7 +80,7 @@ impl Pending {
         }
     }
 
-    /// Uploads bytes for a kernel or a copy of this submission, and binds them.
+    /// Uploads bytes for a kernel or a copy in the next submission, and returns a binding for them.
     pub(super) fn upload(&mut self, device: &GpuDevice, bytes: &[u8]) -> Result<Binding> {
         if self.uploads.are_many_with(device, bytes.len()) {
             self.submit(device);
@@ -87,16 +88,16 @@ impl Pending {
         self.uploads.add(device, bytes)
     }
 
-    /// Returns an error if the device rejected work of this stream.
+    /// Returns an error if the device has rejected work of this stream.
     pub(super) fn check(&self, device: &GpuDevice) -> Result<()> {
         self.failed.as_ref().map_or(Ok(()), |reason| Err(device.refusal(reason.clone())))
     }
 
-    /// Records kernel runs, in order.
+    /// Records dispatches in order.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] if arguments exceed the largest binding; in that case nothing
-    /// is recorded.
+    /// Returns [`kvcore::Error::Unsupported`] if arguments exceed the largest binding. Nothing is recorded in
+    /// that case.
     pub(super) fn run(&mut self, device: &GpuDevice, work: Vec<Dispatch>) -> Result<()> {
         let most = device.limits.max_storage_buffer_binding_size;
         if let Some(large) =
@@ -107,7 +108,7 @@ impl Pending {
         let mut recorded = 0;
         match device.guarded(|| self.record(device, work, &mut recorded)) {
             Ok(Ok(())) => {}
-            // If an operation was only partly recorded, the stream fails.
+            // An operation that was recorded only in part makes the stream fail.
             Ok(Err(error)) if recorded > 0 => {
                 self.failed.get_or_insert(error.to_string());
                 return Err(error);
@@ -141,7 +142,7 @@ impl Pending {
         Ok(())
     }
 
-    /// Submits everything recorded to the device.
+    /// Submits all recorded work to the device.
     pub(super) fn submit(&mut self, device: &GpuDevice) {
         let encoder = self.encoder.take();
         if encoder.is_none() && self.written == 0 {
@@ -170,7 +171,7 @@ impl Pending {
         }
     }
 
-    /// Returns the moment after everything recorded so far, or `None` if nothing was ever recorded.
+    /// Returns the point after all work recorded so far, or `None` if nothing was ever recorded.
     pub(super) fn point(&mut self) -> Option<Arc<Point>> {
         if self.encoder.is_some() || self.written > 0 {
             let point = Arc::new(Point::default());

@@ -1,15 +1,16 @@
-//! Reads: bytes that are copied to the host through a staging buffer.
+//! Reads: copies of bytes to the host through a staging buffer.
 
 use wgpu::{Buffer, BufferUsages, MapMode};
 
 use super::Queue;
 use kvcore::Result;
 
-/// Maximum number of bytes per piece of a read.
+/// The maximum number of bytes per piece of a read.
 const STAGING: u64 = 32 << 20;
 
 impl Queue {
-    /// Reads `dst.len()` bytes of a buffer, starting at byte `start`, after all work recorded so far.
+    /// Reads `dst.len()` bytes of a buffer, starting at byte `start`. The read runs after all work recorded
+    /// so far.
     pub(crate) fn read(&self, buffer: &Buffer, start: u64, dst: &mut [u8]) -> Result<()> {
         for (i, piece) in dst.chunks_mut(STAGING as usize).enumerate() {
             self.read_piece(buffer, start + i as u64 * STAGING, piece)?;
@@ -17,7 +18,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Reads at most [`STAGING`] bytes.
+    /// Reads one piece of at most [`STAGING`] bytes.
     fn read_piece(&self, buffer: &Buffer, start: u64, dst: &mut [u8]) -> Result<()> {
         let device = &self.device;
         let (first, end) = (start - start % 4, (start + dst.len() as u64).next_multiple_of(4));

@@ -1,4 +1,4 @@
-//! Host data that kernels and copies of the next submission read.
+//! Host data that kernels and copies in the next submission read.
 
 use kvcore::Result;
 use wgpu::{Buffer, BufferUsages};
@@ -6,24 +6,25 @@ use wgpu::{Buffer, BufferUsages};
 use crate::device::GpuDevice;
 use crate::pipeline::Binding;
 
-/// Size in bytes of the first upload buffer; each further buffer of a submission is twice as large.
+/// The size of a submission's first upload buffer, in bytes. Each further buffer is at least twice as large
+/// as the one before.
 const FIRST: u64 = 64 << 10;
 
 // Decision: docs/decisions/backend-wgpu.md#pending-work-is-limited
-/// Total size in bytes of all upload buffers above which the work so far is submitted.
+/// If the upload buffers would exceed this total size in bytes, the recorded work is submitted.
 const MANY: u64 = 16 << 20;
 
-/// A device buffer, and the bytes to write to it before the submission.
+/// A device buffer, and the bytes to write to it before the next submission.
 struct UploadBuffer {
     buffer: Buffer,
     bytes: Vec<u8>,
 }
 
-/// The upload buffers of a stream, each larger than the one before. Only the last has room left.
+/// A stream's upload buffers, each larger than the one before. Only the last buffer has room left.
 #[derive(Default)]
 pub(super) struct Uploads(Vec<UploadBuffer>);
 
-/// Returns the space that some host bytes take: whole words, at least one.
+/// Returns the number of bytes that an upload takes: a whole number of words, at least one.
 fn padded(bytes: usize) -> u64 {
     (bytes as u64).next_multiple_of(4).max(4)
 }
@@ -35,13 +36,14 @@ impl Uploads {
         self.0.last().is_some_and(|last| end(last) <= last.buffer.size())
     }
 
-    /// Returns whether more bytes would need another buffer, and all buffers together would exceed [`MANY`].
+    /// Returns whether the given number of bytes needs another buffer with which all buffers together would
+    /// exceed [`MANY`].
     pub(super) fn are_many_with(&self, device: &GpuDevice, bytes: usize) -> bool {
         let (size, all) = (padded(bytes), self.0.iter().map(|one| one.buffer.size()).sum::<u64>());
         !self.has_room(device, size) && all + size > MANY
     }
 
-    /// Adds bytes, and returns a binding for them.
+    /// Adds bytes to upload, and returns a binding for them.
     pub(super) fn add(&mut self, device: &GpuDevice, bytes: &[u8]) -> Result<Binding> {
         let size = padded(bytes.len());
         if !self.has_room(device, size) {
@@ -66,14 +68,14 @@ impl Uploads {
         }
     }
 
-    /// Drops all bytes after a submission, and all buffers except the largest, which the next submission
-    /// reuses.
+    /// After a submission, drops all bytes, and all buffers except the largest. The next submission reuses
+    /// that buffer, unless it exceeds [`MANY`].
     pub(super) fn clear(&mut self) {
         self.0 = self.0.pop().into_iter().filter(|one| one.buffer.size() <= MANY).collect();
         self.forget();
     }
 
-    /// Drops all bytes and keeps the buffers.
+    /// Drops all bytes, but keeps the buffers.
     pub(super) fn forget(&mut self) {
         self.0.iter_mut().for_each(|one| one.bytes.clear());
     }

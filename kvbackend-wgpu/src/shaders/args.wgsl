@@ -1,4 +1,4 @@
-// The arguments of every kernel, and the index of a workgroup in a two-dimensional grid.
+// The arguments of every kernel, and the linear index of a workgroup in a two-dimensional grid.
 
 @group(0) @binding(0) var<storage, read> args: array<u32>;
 

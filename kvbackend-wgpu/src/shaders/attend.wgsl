@@ -1,15 +1,16 @@
-// The first half of attend and attend_mla. Each workgroup takes the queries of a few rows that share a head
-// of K and of V, over one part of the tokens that they see, and leaves an open softmax: the largest logit,
-// the sum of exponentials, and the weighted sum of values. merge.wgsl closes the softmax.
+// The first half of attend and attend_mla. Each workgroup handles the queries of a few rows, for heads that
+// share one head of K and of V, and one part of the tokens that these rows see. The result is an unnormalised
+// softmax: the largest logit, the sum of exponentials, and the weighted sum of values. merge.wgsl normalises
+// it.
 //
-// A tile of keys, and after it a tile of values, is loaded to workgroup memory as f32, once for all queries.
+// A tile of keys, and then a tile of values, is loaded into workgroup memory as f32, once for all queries.
 // Decision: docs/decisions/backend-wgpu.md#attention-processes-four-queries-at-once
-// Queries lie there in fours, side by side: a thread multiplies each element of a tile that it reads by four
-// of them, for logits as for values. Registers accumulate the values.
+// Queries are stored in groups of four: a thread multiplies each tile element that it reads by four queries,
+// both for logits and for values. Registers accumulate the values.
 //
 // args: parameters by the names below, different for each layer.
-// records: tasks, runs and rows, and lists of tokens, placed by kernels/attend/records.rs. All layers of a
-// step share them.
+// records: tasks, runs and rows, and lists of tokens, in the order of kernels/attend/records.rs. All layers
+// of a step share them.
 
 @group(0) @binding(1) var<storage, read> keys: array<u32>;
 @group(0) @binding(2) var<storage, read> values: array<u32>;
@@ -26,25 +27,27 @@ override QUERY: u32;
 override LATENT_KIND: u32;
 override K_DIM: u32;
 override V_DIM: u32;
-// Number of elements that share a scale of integer formats.
+// The number of elements that share a scale in integer formats.
 override PER_SCALE: u32;
 override BLOCK: u32;
-// Query heads of a workgroup, its queries (rows times heads), and tokens of a tile.
+// Per workgroup: the number of query heads, and of queries (rows times heads). Per tile: the number of
+// tokens.
 override HEADS: u32;
 override QUERIES: u32;
 override TOKENS: u32;
-// Number of rotated pairs; 0 if queries are already rotated.
+// The number of rotated pairs, or 0 if queries are already rotated.
 override PAIRS: u32;
-// Number of fours of queries; the last may have fewer.
+// The number of groups of four queries. The last group may have fewer.
 override QUADS: u32 = (QUERIES + 3u) / 4u;
-// Threads that share a logit: each multiplies every SHARES-th element. This occupies SHARES * QUADS * TOKENS
-// threads, at most THREADS.
+// The number of threads that share a logit: each multiplies every SHARES-th element. This occupies SHARES *
+// QUADS * TOKENS threads, which is at most THREADS.
 override SHARES: u32;
-// Threads side by side along a row of values.
+// The number of threads along a row of values.
 override WIDTH: u32;
-// Fours of queries that are summed at the same time: more if a row takes fewer threads.
+// The number of groups of four queries that are summed at the same time: more than one if a row needs fewer
+// threads.
 override LAYERS: u32 = THREADS / WIDTH;
-// Divisor for indices of pairs.
+// Divisor for pair indices that is never 0.
 override PAIRS_OR_ONE: u32 = max(PAIRS, 1u);
 override INTERLEAVED: bool;
 override UNROTATED: bool;
@@ -54,7 +57,7 @@ const THREADS: u32 = 128u;
 // A number below every logit.
 const LOWEST: f32 = -3.4028234e38;
 
-// Places of the parameters in args.
+// Indices of the parameters in args.
 const TASKS: u32 = 0u;
 const UNITS: u32 = 1u;
 const ALL_HEADS: u32 = 2u;
@@ -64,37 +67,37 @@ const SCALE: u32 = 5u;
 const SOFTCAP: u32 = 6u;
 const FACTOR: u32 = 7u;
 const FIRST_ANGLE: u32 = 8u;
-// Offset, stride of a row, stride of a head.
+// Parameters of rows: offset, stride of a row, stride of a head.
 const Q_AT: u32 = 9u;
 const LATENT_AT: u32 = 12u;
-// Offset, and strides of a block, of a token and of a head.
+// Parameters of planes: offset, and strides of a block, of a token and of a head.
 const K_AT: u32 = 15u;
 const V_AT: u32 = 19u;
 const K_SCALES_AT: u32 = 23u;
 const V_SCALES_AT: u32 = 27u;
 
-// A task: first row, number of rows, first run, number of runs, place of its first part.
+// A task: first row, number of rows, first run, number of runs, index of its first part.
 const TASK_WORDS: u32 = 5u;
-// A run: list of tokens, 1 if the list has tokens and 0 if it has blocks, first and last token, factor of its
-// logits, position of its first key if keys are stored unrotated; then for each row that a workgroup may
-// have: first token, end, position to rotate its query by.
+// A run: offset of its token list, 1 for a list of slots or 0 for a list of blocks, first token, end of its
+// tokens, factor for its logits, position of its first key if keys are stored unrotated; then for each row
+// that a workgroup may have: first token, end, position by which its query is rotated.
 const RUN_WORDS: u32 = 6u;
 const ROW_WORDS: u32 = 3u;
 
-// One more than the row: equal elements of many rows then lie in different banks.
+// One more than the row's length, so that the same element of many rows is in different memory banks.
 override K_ROW: u32 = K_DIM + 1u;
 override V_ROW: u32 = V_DIM + 1u;
 override TILE_ROW: u32;
-// The width of latents, or 1 without latents.
+// The width of latents, or 1 if there are none.
 override LATENT_DIM: u32;
 
-// Indexed by element, then by four.
+// Indexed by group of four queries and by element.
 var<workgroup> query: array<vec4<f32>, QUADS * K_DIM>;
 var<workgroup> latent: array<vec4<f32>, QUADS * LATENT_DIM>;
 var<workgroup> tile: array<f32, TOKENS * TILE_ROW>;
-// Logits, later their exponentials: indexed by share, then by four, then by token.
+// The logits, later their exponentials. Indexed by share, then by group of four queries, then by token.
 var<workgroup> weight: array<vec4<f32>, SHARES * QUADS * TOKENS>;
-// The largest logit, and the factor of the sums since the last tile.
+// The largest logit, and the factor that rescales the sums after the last tile.
 var<workgroup> most: array<vec4<f32>, QUADS>;
 var<workgroup> shrink: array<vec4<f32>, QUADS>;
 
@@ -105,7 +108,7 @@ struct Task {
     v_head: u32,
 }
 
-// Returns the place of a token of a run: its block, and its token within the block.
+// Returns the location of a run's token: its block, and its index within the block.
 fn place_of(run: u32, token: u32) -> vec2<u32> {
     let list = records[run];
     if (records[run + 1u] == 1u) {
@@ -119,7 +122,7 @@ fn row_at(plane: u32, place: vec2<u32>, head: u32) -> u32 {
     return args[plane] + place.x * args[plane + 1u] + place.y * args[plane + 2u] + head * args[plane + 3u];
 }
 
-// Keys and values differ only in their buffers and places: `side` is known at every call.
+// Keys and values differ only in their buffers and offsets. `side` is a constant at every call.
 const KEYS: u32 = 0u;
 const VALUES: u32 = 1u;
 
@@ -137,7 +140,7 @@ fn scale_word(side: u32, word: u32) -> u32 {
     return value_scales[word];
 }
 
-// Returns the factor of an element of a row whose scales begin at `at`.
+// Returns the scale of an element in a row whose scales start at index `at`.
 fn scale_of(side: u32, at: u32, element: u32) -> f32 {
     switch (KIND) {
         case E4M3, E5M2: { return bitcast<f32>(scale_word(side, at)); }
@@ -149,7 +152,7 @@ fn scale_of(side: u32, at: u32, element: u32) -> f32 {
     }
 }
 
-// Loads a tile of keys or of values.
+// Loads a tile of keys or of values into workgroup memory.
 fn load_tile(side: u32, run: u32, start: u32, end: u32, head: u32, thread: u32) {
     let dim = select(K_DIM, V_DIM, side == VALUES);
     let row = select(K_ROW, V_ROW, side == VALUES);
@@ -175,14 +178,14 @@ fn load_tile(side: u32, run: u32, start: u32, end: u32, head: u32, thread: u32) 
     }
 }
 
-// Returns both elements of a pair, rotated by the angle of a position.
+// Returns a pair's elements, rotated by the angle of a position.
 fn turned(a: f32, b: f32, position: i32, pair: u32) -> vec2<f32> {
     let angle = angles[(u32(abs(position)) - args[FIRST_ANGLE]) * PAIRS + pair];
     let sine = select(angle.y, -angle.y, position < 0);
     return vec2<f32>(a * angle.x - b * sine, a * sine + b * angle.x) * bitcast<f32>(args[FACTOR]);
 }
 
-// Returns the two elements of a pair.
+// Returns the indices of a pair's two elements.
 fn pair_of(pair: u32) -> vec2<u32> {
     return select(vec2<u32>(pair, pair + PAIRS), vec2<u32>(2u * pair, 2u * pair + 1u), INTERLEAVED);
 }
@@ -204,7 +207,7 @@ fn turn_keys(run: u32, start: u32, end: u32, thread: u32) {
     }
 }
 
-// Returns an element of a query, or of its latent part.
+// Returns an element of the queries, or of their latent part.
 fn query_element(side: u32, at: u32) -> f32 {
     if (side == KEYS) {
         let lanes = 32u / bits_of(QUERY);
@@ -256,7 +259,8 @@ fn turn_queries(task: Task, run: u32, thread: u32) {
     }
 }
 
-// Computes shares of the logits of a tile: the products with keys, or adds the products with latents.
+// Computes each thread's share of a tile's logits: stores the products with keys, or adds the products with
+// latents.
 fn multiply(side: u32, thread: u32) {
     let dim = select(K_DIM, V_DIM, side == VALUES);
     let row = thread % TOKENS * select(K_ROW, V_ROW, side == VALUES);
@@ -279,7 +283,8 @@ fn multiply(side: u32, thread: u32) {
     weight[thread] = sum;
 }
 
-// Clamps first, because tanh of large numbers overflows on some devices.
+// Returns x, softly capped at `cap`. Large values are clamped first, because their tanh overflows on some
+// devices.
 fn capped(x: f32, cap: f32) -> f32 {
     let y = x / cap;
     if (y > 20.0) {
@@ -291,7 +296,7 @@ fn capped(x: f32, cap: f32) -> f32 {
     return cap * tanh(y);
 }
 
-// The tokens of a tile that each of four queries sees: from its first token to its end.
+// The tokens of a tile that each of four queries sees: the first token, and the end.
 struct Seen {
     first: vec4<u32>,
     end: vec4<u32>,
@@ -310,7 +315,7 @@ fn seen(task: Task, run: u32, start: u32, quad: u32) -> Seen {
     return tokens;
 }
 
-// Sums the shares of a tile to logits. Tokens that a query does not see get the lowest logit.
+// Sums the shares to a tile's logits. Tokens that a query does not see get the lowest logit.
 fn add_shares(tokens: Seen, run: u32, thread: u32) {
     var x = weight[thread];
     for (var share = 1u; share < SHARES; share++) {
@@ -331,7 +336,7 @@ fn sees(tokens: Seen, token: u32) -> vec4<bool> {
     return (t >= tokens.first) & (t < tokens.end);
 }
 
-// Returns the largest logit of four queries, including this tile.
+// Returns the largest logit of each of four queries so far, including this tile.
 fn highest(quad: u32) -> vec4<f32> {
     var high = most[quad];
     for (var t = 0u; t < TOKENS; t++) {
@@ -341,8 +346,8 @@ fn highest(quad: u32) -> vec4<f32> {
     return high;
 }
 
-// Computes the exponential of one logit, and the factor that rescales the earlier sums to the new largest
-// logit.
+// Computes the exponential of one logit per query, and the factor that rescales the earlier sums to the new
+// largest logit.
 fn soften(tokens: Seen, high: vec4<f32>, thread: u32) {
     let x = weight[thread];
     var e = select(vec4<f32>(), exp(x - high), sees(tokens, thread % TOKENS));
@@ -359,7 +364,8 @@ fn soften(tokens: Seen, high: vec4<f32>, thread: u32) {
     }
 }
 
-// Sums of a thread, for some fours of queries: the sum of weights, and of weighted values in some columns.
+// A thread's sums, for some groups of four queries: the sum of weights, and the weighted sums of some value
+// columns.
 var<private> totals: array<vec4<f32>, TURNS>;
 var<private> sums: array<vec4<f32>, TURNS * COLUMNS>;
 
@@ -375,8 +381,8 @@ fn add_values(thread: u32) {
         for (var turn = 0u; turn < TURNS; turn++) {
             let w = weight[min(thread / WIDTH + turn * LAYERS, QUADS - 1u) * TOKENS + t];
             totals[turn] += w;
-            // Values that a query does not see may be anything, even NaN, and are left out. (Weights are
-            // compared as bits, since NaN is neither equal nor unequal to 0 on some devices.)
+            // Values that a query does not see may be anything, even NaN, so they must be skipped. (Weights
+            // are compared as bits, because NaN is neither equal nor unequal to 0 on some devices.)
             let used = bitcast<vec4<u32>>(w) != vec4<u32>();
             for (var c = 0u; c < COLUMNS; c++) {
                 let value = tile[t * V_ROW + min(thread % WIDTH + c * WIDTH, V_DIM - 1u)];
@@ -386,7 +392,8 @@ fn add_values(thread: u32) {
     }
 }
 
-// Writes a part of each row and head: largest logit, sum, values.
+// Writes the part of each row and head: the largest logit, the sum of weights, and the weighted sum of
+// values.
 fn write_parts(task: Task, first: u32, thread: u32) {
     for (var turn = 0u; turn < TURNS; turn++) {
         let quad = thread / WIDTH + turn * LAYERS;
@@ -430,7 +437,7 @@ fn main(
         head * args[K_HEADS] / all_heads,
         head * args[V_HEADS] / all_heads,
     );
-    // The token and the four of queries whose logits this thread handles, if any.
+    // The token and the group of four queries whose logits this thread handles, if `busy` is true.
     let busy = thread < QUADS * TOKENS;
     let quad = min(thread / TOKENS, QUADS - 1u);
     if (thread < QUADS) {
@@ -438,7 +445,7 @@ fn main(
     }
     var run = records[record + 2u];
     for (var r = 0u; r < records[record + 3u]; r++) {
-        // Queries are loaded again, because each run rotates them by its own positions.
+        // Each run rotates the queries by its own positions, so they are loaded again.
         if (r == 0u || PAIRS > 0u) {
             workgroupBarrier();
             load_queries(KEYS, task, first_row, thread);

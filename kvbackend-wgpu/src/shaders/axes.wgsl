@@ -1,7 +1,7 @@
-// Rows of a copy: items at any places, each a loop over three axes.
+// The rows of a copy: items at arbitrary offsets, each with a loop over three axes.
 //
-// args: [items, n0, n1, n2, threads of a row, length of a row, strides of the three axes in the source,
-// strides of the three axes in the destination], then the places of each item in source and destination.
+// args: [items, n0, n1, n2, threads per row, length of a row, strides of the three axes in the source,
+// strides of the three axes in the destination], then the offsets of each item in source and destination.
 
 const THREADS: u32 = 256u;
 const HEADER: u32 = 12u;
@@ -11,12 +11,13 @@ struct Place {
     inside: bool,
     src: u32,
     dst: u32,
-    // Number of the thread within the row.
+    // The thread's index within the row.
     at: u32,
 }
 
 fn place_of(id: u32) -> Place {
-    // Splits a mixed-radix number from its last digit on, with few divisions, because a division is slow.
+    // Splits the ID into its mixed-radix digits, starting at the last one, with few divisions, because these
+    // are slow.
     let n = vec3<u32>(args[1], args[2], args[3]);
     let run = id / args[4];
     let outer = run / n.z;

@@ -1,33 +1,34 @@
-// Converts rows: scatter and gather if the format changes or keys are rotated, rope, rotate_keys, quantize
-// and dequantize. A workgroup reads one row of one head into its memory as f32, rotates it, and writes it. A
-// row converted in place is read completely before any of it is written.
+// Converts rows: scatter and gather if the format changes or keys are rotated, and rope, rotate_keys,
+// quantize and dequantize. A workgroup reads one row of one head into its memory as f32, rotates it, and
+// writes it. A row that is converted in place is read completely before any of it is written.
 //
 // Elements past the rotated pairs keep their bits if both sides have the same type.
 //
 // args: [items, n0, n1, strides of the two axes (source, destination, scales of the source, scales of the
-// destination each), first row of the angles, attention factor], then the places of each item in the four,
-// and the position to rotate it by. Places are in elements and in scales.
+// destination each), first row of the angles, attention factor], then each item's offsets in these four
+// buffers, and the position by which it is rotated. Offsets are in elements or in scales.
 
 @group(0) @binding(3) var<storage, read_write> source_scales: array<u32>;
 @group(0) @binding(4) var<storage, read_write> dest_scales: array<atomic<u32>>;
-// Cosine and sine of each pair, by position.
+// The cosine and sine of each pair, by position.
 @group(0) @binding(5) var<storage, read> angles: array<vec2<f32>>;
 
 override SOURCE: u32;
-// Elements that share a scale: the group of an integer format, the whole row of any other.
+// The number of elements that share a scale: an integer format's group, or the whole row for any other
+// format.
 override PER_SCALE: u32;
-// Number of rotated pairs; 0 for none.
+// The number of rotated pairs, or 0 if there is no rotation.
 override PAIRS: u32;
 override INTERLEAVED: bool;
-// Scales of a row. An override with a name, since naga 30 takes a size without a name for the last of all
-// overrides.
+// The number of scales per row. It must be an override with a name, because naga 30 replaces every unnamed
+// size expression by the value of the last override.
 override GROUPS: u32 = DIM / PER_SCALE;
 
 const HEADER: u32 = 13u;
 const PER_ITEM: u32 = 5u;
 
 var<workgroup> steps: array<f32, GROUPS>;
-// First element of the row in the source, and the static scale of an fp8 destination.
+// The index of the row's first element in the source, and the static scale of an fp8 destination.
 var<private> origin: u32;
 var<private> static_scale: f32 = 1.0;
 
@@ -42,7 +43,7 @@ fn source_scale(at: u32, element: u32) -> f32 {
     }
 }
 
-// Reads the row that begins at element `at`, word by word.
+// Reads the row that starts at element `at`, word by word.
 fn read_row(at: u32, scales: u32, thread: u32) {
     let lanes = 32u / bits_of(SOURCE);
     let first = at / lanes;
@@ -76,8 +77,8 @@ fn largest_code() -> f32 {
     return select(127.0, 7.0, DEST == I4);
 }
 
-// Returns the scale of a group, rounded up to the next f16: then no finite element clips. NaN if an element
-// or the scale is not finite.
+// Returns a group's scale, rounded up to the next f16, so that no finite element is clipped. Returns NaN if
+// an element or the scale is not finite.
 fn step_bits(group: u32) -> u32 {
     var most = 0u;
     for (var i = group * PER_SCALE; i < (group + 1u) * PER_SCALE; i++) {
@@ -107,7 +108,7 @@ fn make_steps(scales: u32, thread: u32) {
     }
 }
 
-// Returns the bits in the source of an element past the rotated pairs.
+// Returns the source's bits for an element past the rotated pairs.
 fn kept(element: u32) -> u32 {
     let bits = bits_of(SOURCE);
     let lanes = 32u / bits;
@@ -115,7 +116,7 @@ fn kept(element: u32) -> u32 {
     return (source[at / lanes] >> (bits * (at % lanes))) & bits_between(0u, bits);
 }
 
-// Returns the bits of an element of the row.
+// Returns the destination's bits for an element of the row.
 fn coded(element: u32) -> u32 {
     if (PAIRS > 0u && SOURCE == DEST && bits_of(SOURCE) >= 16u && element >= 2u * PAIRS) {
         return kept(element);

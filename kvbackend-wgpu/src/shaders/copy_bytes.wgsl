@@ -1,6 +1,6 @@
 // Copies rows of any length at any byte offset: scatter, gather, copy_blocks, swap_blocks and copy_tensor if
-// elements keep their type. One thread makes one word of the destination, or the row's part of that word. A
-// row has as many threads as words that it may touch. Lengths, strides and places in args are in bytes.
+// elements keep their type. One thread writes one word of the destination, or the row's part of that word. A
+// row has one thread per word that it may touch. Lengths, strides and offsets in args are in bytes.
 
 @compute @workgroup_size(256)
 fn main(
@@ -15,8 +15,8 @@ fn main(
     if (!place.inside || low >= high) {
         return;
     }
-    // The four bytes of the source that belong to this word. At the ends of a row, some may lie outside the
-    // row.
+    // The four bytes of the source that belong to this word. At the ends of a row, some of them may be
+    // outside the row.
     let first = i32(place.src) + i32(4u * word) - i32(place.dst);
     let shift = 8u * u32(first & 3);
     var value = 0u;

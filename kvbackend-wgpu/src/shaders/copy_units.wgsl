@@ -1,6 +1,6 @@
-// Copies rows whose places and lengths are multiples of 16 bytes: scatter, gather, copy_blocks, swap_blocks
-// and copy_tensor if elements keep their type. One thread moves one unit of 16 bytes. Everything in args is
-// counted in units.
+// Copies rows whose offsets and lengths are multiples of 16 bytes: scatter, gather, copy_blocks, swap_blocks
+// and copy_tensor if elements keep their type. One thread moves one unit of 16 bytes. All offsets, lengths
+// and strides in args are counted in units.
 
 @group(0) @binding(1) var<storage, read_write> source: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read_write> dest: array<vec4<u32>>;

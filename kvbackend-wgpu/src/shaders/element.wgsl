@@ -1,5 +1,5 @@
-// Conversion of elements from their bits to f32 and back. The kind of an element is a pipeline constant at
-// every call: the compiler keeps one arm of each switch.
+// Conversion of elements from their bits to f32 and back. An element's kind is a pipeline constant at every
+// call, so the compiler keeps only one case of each switch.
 //
 // Decision: docs/decisions/backend-wgpu.md#f32-is-rounded-by-integer-arithmetic
 // f32 is converted to f16, bf16 and fp8 by operations on bits, to nearest, ties to even: WGSL does not
@@ -28,12 +28,12 @@ fn is_nan_bits(magnitude: u32) -> bool {
     return magnitude > 0x7f800000u;
 }
 
-// Decodes an 8-bit float with `mantissa` bits of mantissa and an exponent bias of `bias`.
+// Decodes an 8-bit float with `mantissa` mantissa bits and the given exponent bias.
 fn fp8_of(code: u32, mantissa: u32, bias: u32) -> f32 {
     let magnitude = code & 0x7fu;
     var x = 0u;
     if (magnitude >> mantissa == 0u) {
-        // Below the normal range: whole steps of the smallest value.
+        // A subnormal number is a multiple of the smallest value.
         x = bitcast<u32>(f32(magnitude) * bitcast<f32>((128u - bias - mantissa) << 23u));
     } else {
         x = (magnitude << (23u - mantissa)) + ((127u - bias) << 23u);
@@ -56,7 +56,7 @@ fn e5m2_of(code: u32) -> f32 {
     return fp8_of(code, 2u, 15u);
 }
 
-// Returns the element in a lane of a word; for integers, the code itself.
+// Returns the element in the given lane of a word; for integers, the code itself.
 fn decode(kind: u32, word: u32, lane: u32) -> f32 {
     switch (kind) {
         case F32: { return bitcast<f32>(word); }
@@ -93,7 +93,7 @@ fn bf16_bits(x: f32) -> u32 {
     return (bits + 0x7fffu + ((bits >> 16u) & 1u)) >> 16u;
 }
 
-// Encodes an 8-bit float. `largest` is the code of the largest finite value, to which finite values saturate.
+// Encodes an 8-bit float. Finite values saturate at the largest finite value, whose code is `largest`.
 fn fp8_bits(x: f32, mantissa: u32, bias: u32, largest: u32, infinity: u32) -> u32 {
     let bits = bitcast<u32>(x);
     let sign = (bits >> 24u) & 0x80u;
@@ -116,7 +116,7 @@ fn fp8_bits(x: f32, mantissa: u32, bias: u32, largest: u32, infinity: u32) -> u3
     return sign | (((magnitude + even) >> shift) - ((127u - bias) << mantissa));
 }
 
-// Returns the bits of an element; for integers, the bits of the nearest code, ties to even.
+// Returns the bits that encode x; for integers, the bits of the nearest code, with ties to even.
 fn encode(kind: u32, x: f32) -> u32 {
     switch (kind) {
         case F32: { return bitcast<u32>(x); }

@@ -1,11 +1,11 @@
-// The second half of attend and attend_mla. It closes the softmax of each row and head over its parts, first
-// within each merge group, then over the groups by their scaled log-sum-exps. One workgroup works on one row
-// and head.
+// The second half of attend and attend_mla. It merges the parts of each row and head and normalises the
+// softmax: first within each merge group, then across the groups by their scaled log-sum-exps. One workgroup
+// handles one row and head.
 //
 // args: [rows, heads, offset of the output, its strides of a row and a head, offset and strides of the
-// log-sum-exp, place of the groups among the records].
-// records: a record for each row (row of the output, place and number of its parts), the factors of the
-// groups, and lists of (part of head 0, group), sorted by group.
+// log-sum-exp, offset of the groups' factors in the records]. records: a record for each row (row of the
+// output, offset and length of its part list), the factors of the groups, and lists of (part of head 0,
+// group), sorted by group.
 
 @group(0) @binding(3) var<storage, read_write> lse: array<u32>;
 @group(0) @binding(4) var<storage, read> records: array<u32>;
@@ -23,8 +23,8 @@ fn coded(element: u32) -> u32 {
     return encode(DEST, row[element]);
 }
 
-// Returns whether nothing was added. A NaN counts as added; on some devices it is neither equal nor unequal
-// to 0.
+// Returns whether nothing was added to a sum. NaN counts as added. The bits are compared, because on some
+// devices NaN is neither equal nor unequal to 0.
 fn is_zero(sum: f32) -> bool {
     return bitcast<u32>(sum) == 0u;
 }

@@ -1,8 +1,8 @@
 // Decision: docs/decisions/backend-wgpu.md#shared-words-are-changed-by-two-atomic-operations
-// Words of destinations. Rows may begin and end inside a 32-bit word, and another thread may own the rest of
-// that word. Reading, changing and writing back the word would lose the bits that the other thread wrote in
-// between. A word with one owner is therefore stored; in any other word, atomic operations clear and set only
-// the owner's bits and leave all other bits as they are.
+// Writes to words of the destination. Rows may start and end inside a 32-bit word, and another thread may own
+// the rest of that word. Reading, changing and writing back the word would lose the bits that the other
+// thread wrote in between. A word with one owner is therefore stored; in any other word, atomic operations
+// clear and set only the owner's bits and leave all other bits unchanged.
 
 @group(0) @binding(1) var<storage, read_write> source: array<u32>;
 @group(0) @binding(2) var<storage, read_write> dest: array<atomic<u32>>;
@@ -15,7 +15,7 @@ fn bits_between(low: u32, high: u32) -> u32 {
     return ((1u << (high - low)) - 1u) << low;
 }
 
-// Writes the bits of `value` under `mask` to a word of the destination.
+// Writes the bits of `value` that `mask` selects to a word of the destination.
 fn put(word: u32, mask: u32, value: u32) {
     if (mask == 0xffffffffu) {
         atomicStore(&dest[word], value);

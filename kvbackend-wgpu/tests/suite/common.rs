@@ -8,23 +8,23 @@ use kvcore::{Backend, DType, KvArena, KvShape, Result, Stream, TensorView};
 
 pub(crate) use kvconform::raw::noise;
 
-/// Returns the device that most tests share, or prints a line that says why there is none.
+/// Returns the device that most tests share, or prints why there is none.
 pub(crate) fn shared() -> Option<Arc<WgpuBackend>> {
     static BACKEND: OnceLock<Result<Arc<WgpuBackend>>> = OnceLock::new();
     known(BACKEND.get_or_init(WgpuBackend::new).clone())
 }
 
-/// Opens a device for one test.
+/// Opens a device for a single test.
 pub(crate) fn opened(options: &WgpuOptions) -> Option<Arc<WgpuBackend>> {
     known(WgpuBackend::with_options(options))
 }
 
-/// Returns the opened backend, or prints a line that says why there is none.
+/// Returns the opened backend, or prints why it could not be opened.
 pub(crate) fn known(opened: Result<Arc<WgpuBackend>>) -> Option<Arc<WgpuBackend>> {
     opened.inspect_err(|reason| kvconform::skip(reason)).ok()
 }
 
-/// Writes bytes of the host to new memory of the device.
+/// Writes host bytes to new device memory.
 pub(crate) fn upload(backend: &dyn Backend, dtype: DType, shape: &[usize], bytes: &[u8]) -> TensorView {
     raw::upload(backend, dtype, shape, bytes).unwrap()
 }

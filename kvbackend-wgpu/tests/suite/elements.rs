@@ -1,4 +1,4 @@
-//! Every code of every element type, and the rounding of f32, bit for bit.
+//! Every code of every element type, and the rounding of f32, which must match bit for bit.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use kvcore::{
 
 use crate::common::{arena, contents, download, opened, upload};
 
-/// Elements of a row.
+/// The number of elements per row.
 const DIM: usize = 64;
 const ROWS: usize = 1024;
 
-/// Returns an arena for `ROWS` rows of one head.
+/// Returns an arena for [`ROWS`] rows of one head.
 fn cache(backend: &dyn Backend, format: KvFormat) -> KvArena {
     arena(
         backend,
@@ -52,7 +52,7 @@ fn scattered(backend: &dyn Backend, stream: &dyn Stream, format: KvFormat, value
 }
 
 /// Returns values of every magnitude: each exponent, with mantissas at, just below and just above the points
-/// at which f16 and bf16 round, and values that are not finite.
+/// at which f16 and bf16 round, and non-finite values.
 fn awkward() -> Vec<f32> {
     let mut values = vec![0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
     for exponent in 0..255u32 {
@@ -109,7 +109,8 @@ fn every_half_is_read_as_it_is() {
         for dtype in [DType::F16, DType::BF16] {
             let codes: Vec<u16> = (0..=u16::MAX).collect();
             let rows = upload(backend, dtype, &[ROWS, 1, DIM], bytemuck::cast_slice(&codes));
-            // A rotation by distance 0 reads and writes every element as f32, and multiplies it by 1.
+            // A rotation by 0 positions converts every element to f32, multiplies it by 1, and converts it
+            // back.
             let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 16).unwrap());
             stream.rope(&ApplyRope { rows: rows.clone(), positions: vec![0; ROWS].into(), rope }).unwrap();
             let after: Vec<u16> = bytemuck::pod_collect_to_vec(&download(stream, &rows));
@@ -118,7 +119,7 @@ fn every_half_is_read_as_it_is() {
                     DType::F16 => f16::from_bits(bits).to_f32(),
                     _ => bf16::from_bits(bits).to_f32(),
                 };
-                // The other element of the pair is multiplied by a sine of 0, which makes NaN of infinity.
+                // The other element of the pair is multiplied by a sine of 0, which turns infinity into NaN.
                 let partner = value(codes[i ^ (DIM / 2)]);
                 let (x, y) = (value(before), value(after));
                 let expected = if partner.is_finite() { x } else { f32::NAN };

@@ -1,4 +1,4 @@
-//! Errors that say what to do, and a process that survives them.
+//! Errors explain what to do, and the process survives them.
 
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::{
@@ -27,7 +27,7 @@ fn an_unknown_adapter_is_named_with_the_known_ones() {
 #[test]
 fn a_device_without_what_kernels_need_is_refused_before_anything_runs() {
     let Some(backend) = shared() else { return };
-    // Another device of the same adapter, which the caller opens with the lowest limits.
+    // The caller opens another device of the same adapter, with the lowest limits.
     let instance = kvbackend_wgpu::wgpu::Instance::new(
         kvbackend_wgpu::wgpu::InstanceDescriptor::new_without_display_handle(),
     );
@@ -69,7 +69,7 @@ fn a_lost_device_is_an_error_of_every_wait_and_of_no_other_device() {
     let lost = |what: &str, result: kvcore::Result<()>| {
         assert!(matches!(result, Err(Error::DeviceLost { backend: "wgpu", .. })), "{what} gave {result:?}");
     };
-    // The copy is recorded or refused: either way, no wait may return as if the copy had run.
+    // Whether the copy is recorded or refused, no wait may return as if it had run.
     let _ = stream.copy_tensor(&CopyTensor { src: view.clone(), dst: copy });
     lost("an event", event.wait());
     lost("a read", stream.read(&view, &mut [0; 64]));

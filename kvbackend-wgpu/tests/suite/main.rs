@@ -1,6 +1,5 @@
-//! Properties that the conformance suite does not test: elements bit by bit, rows that share words, windows,
-//! and the fate of errors. Without an adapter every test prints SKIPPED, or fails where nothing may be
-//! skipped.
+//! Properties that the conformance suite does not test: the bits of elements, rows that share words, windows,
+//! and errors. Without an adapter, every test prints SKIPPED, or fails where nothing may be skipped.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;

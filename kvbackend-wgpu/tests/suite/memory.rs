@@ -1,4 +1,4 @@
-//! Buffers: host bytes at any place, lent buffers, and buffers that sleep.
+//! Buffers: host writes at any offset, lent buffers, and buffers that sleep.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The amount of work per submission, and the bytes that cross between device and host.
+//! The amount of work per submission, and the number of bytes copied between device and host.
 
 use std::sync::Arc;
 
@@ -29,7 +29,7 @@ struct PromptRows {
 }
 
 impl PromptRows {
-    /// Opens a device for one test, because counters also count the work of other tests.
+    /// Opens a separate device, because a shared device's counters also count the work of other tests.
     fn new() -> Option<Self> {
         let backend = opened(&WgpuOptions::default())?;
         let shape = KvShape {
@@ -66,7 +66,7 @@ impl PromptRows {
         ))
     }
 
-    /// Enqueues rotation and storage of keys and values, and attention over them.
+    /// Enqueues the rotation of keys, the storage of keys and values, and attention over them.
     fn enqueue(&self, layer: usize, work: &Arc<AttendWork>) {
         let (k, v) = (self.k.clone(), self.v.clone());
         let positions = (0..TOKENS as i64).collect();
@@ -134,7 +134,7 @@ fn segments_and_block_tables_are_uploaded_once_a_step() {
     assert!(once > 4 * TOKENS as u64, "{once} bytes hold no record of each row");
     assert_eq!(prompt.counted(|| step(false)).plan_bytes, once);
     assert_eq!(prompt.counted(|| step(true)).plan_bytes, once);
-    // More steps than plans are kept; their buffers are used again.
+    // There are more steps than a stream keeps plans, so the plans' buffers are reused.
     assert_eq!(prompt.counted(|| (0..10).for_each(|_| step(true))).plan_bytes, 10 * once);
 }
 
@@ -168,6 +168,6 @@ fn large_writes_wait_for_the_work_that_follows_and_not_for_ever() {
         prompt.counted(|| (0..n).for_each(|_| prompt.stream.write(&view, &large).unwrap())).submissions
     };
     assert_eq!(writes(3), 1);
-    // The queue does not keep 128 MiB.
+    // The queue must not keep 128 MiB.
     assert_eq!(writes(16), 2);
 }

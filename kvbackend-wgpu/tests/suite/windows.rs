@@ -13,7 +13,7 @@ use proptest::prelude::*;
 
 use crate::common::{arena, contents, download, known, noise, upload};
 
-/// Bytes of a binding, far below the size of the arenas of these tests.
+/// The size of a binding in bytes, far below the size of these tests' arenas.
 const BINDING: u64 = 4096;
 
 const BLOCKS: usize = 24;
@@ -46,7 +46,7 @@ fn rows(backend: &dyn Backend, seed: u64, shape: &[usize]) -> kvcore::TensorView
     upload(backend, DType::F32, shape, &values)
 }
 
-/// Fills a layer with rows.
+/// Fills a layer with random rows.
 fn fill(backend: &dyn Backend, stream: &dyn Stream, arena: &KvArena, layer: usize) {
     let n = BLOCKS * 4;
     let (k, v) = (rows(backend, layer as u64, &[n, 2, 24]), rows(backend, !layer as u64, &[n, 2, 16]));
@@ -117,7 +117,7 @@ fn what_is_longer_than_a_window_is_copied_in_pieces() {
         let around = download(stream.as_ref(), &whole);
         assert!(around[..start].iter().chain(&around[start + len..]).all(|byte| *byte == 9));
     }
-    // A transposition over ten windows, which steps over its whole source for each row of the destination.
+    // A transposition over ten windows, which reads from the whole source for each row of the destination.
     let (rows, columns) = (90, 230);
     let bytes = noise(6, rows * columns * 2);
     let src = upload(backend.as_ref(), DType::F16, &[rows, columns], &bytes);
@@ -146,7 +146,7 @@ proptest! {
             let stream = backend.stream().unwrap();
             let (one, two) = (arena(backend, shape(format, order)), arena(backend, shape(format, BlockOrder::HeadMajor)));
             (0..3).for_each(|layer| fill(backend, stream.as_ref(), &one, layer));
-            // Each destination occurs once, whatever the map says.
+            // Keep only the first pair for each destination.
             let once = |(i, pair): &(usize, (&u32, &u32))| !pairs.values().take(*i).any(|to| to == pair.1);
             let pairs: Arc<[_]> =
                 pairs.iter().enumerate().filter(once).map(|(_, (&from, &to))| (BlockId(from), BlockId(to))).collect();

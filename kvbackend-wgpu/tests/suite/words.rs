@@ -1,5 +1,5 @@
-//! Rows that share 32-bit words with their neighbours: no bit is lost, however many rows are moved at the
-//! same time.
+//! Rows that share 32-bit words with their neighbours: no bit may be lost, no matter how many rows are moved
+//! at the same time.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use kvcore::{
 
 use crate::common::{arena, contents, download, noise, shared, upload};
 
-/// Number of rows: enough for many workgroups.
+/// The number of rows, enough for many workgroups.
 const ROWS: usize = 4096;
 
 fn shape(format: KvFormat, dim: usize, order: BlockOrder) -> KvShape {
@@ -32,7 +32,7 @@ fn shape(format: KvFormat, dim: usize, order: BlockOrder) -> KvShape {
 fn scattered(backend: &dyn Backend, shape: &KvShape, from: DType, seed: u64) -> KvArena {
     let arena = arena(backend, shape.clone());
     let finite = |bytes: Vec<u8>| -> Vec<u8> {
-        // Rows of f32 have a moderate size; rows of other types have any bits.
+        // Elements of f32 rows have moderate values; elements of other types have arbitrary bits.
         if from != DType::F32 {
             return bytes;
         }
@@ -136,7 +136,7 @@ fn a_slot_that_occurs_twice_holds_one_of_its_rows() {
     let Some(backend) = shared() else { return };
     let stream = backend.stream().unwrap();
     let arena = arena(backend.as_ref(), shape(DType::BF16.into(), 5, BlockOrder::TokenMajor));
-    // Every element of row i has the bits of the number i, so that a mixture shows.
+    // Every element of row i has the bits of the integer i, so that mixed rows can be detected.
     let rows = |heads: usize, dim: usize| {
         let bytes: Vec<u8> = (0..ROWS as u16)
             .flat_map(|i| std::iter::repeat_n(i.to_le_bytes(), heads * dim))

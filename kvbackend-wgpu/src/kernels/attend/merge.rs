@@ -1,4 +1,4 @@
-//! The arguments of `merge.wgsl`.
+//! The dispatches of `merge.wgsl`, with their arguments.
 
 use std::sync::Arc;
 

@@ -1,14 +1,14 @@
-//! `attend` and `attend_mla`: tiles of queries attend to parts of the tokens that they see, then the parts
-//! are merged.
+//! `attend` and `attend_mla`: tiles of queries attend to parts of the tokens that they see, and the parts are
+//! then merged.
 //!
-//! The rows of an entry are divided into tiles, the tokens that a tile sees into runs of one segment each,
-//! and the runs of a merge group into parts, so that even few rows over many tokens fill the device. Each
-//! part of a tile is a task of `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes the
-//! softmaxes. Parts are in a scratch buffer of limited size: a call with more parts than fit runs in chunks
-//! of tiles.
+//! An entry's rows are divided into tiles, the tokens that a tile sees into runs of one segment each, and the
+//! runs of a merge group into parts. This keeps the device busy even if only a few rows attend to many
+//! tokens. Each part of a tile is a task of `attend.wgsl`, which computes an unnormalised softmax;
+//! `merge.wgsl` normalises it. Parts are in a scratch buffer of limited size: a call with more parts than fit
+//! runs in chunks of tiles.
 //!
-//! A [`WindowedPlan`] describes this division, and the layers of a step share it. A layer adds its
-//! parameters: the places of its keys, values, queries and results.
+//! A [`WindowedPlan`] describes this division, and the layers of a step share it. Each layer adds its
+//! parameters, such as the offsets of its keys, values, queries and results.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ use plan::{TileChunk, WindowTasks, WindowedPlan};
 use tiling::Tiling;
 use window::{PlaneWindows, rows_window};
 
-/// Number of parameter words of `attend.wgsl`.
+/// The number of parameter words of `attend.wgsl`.
 const PARAMETERS: usize = 31;
 
 pub(crate) fn attend(queue: &Queue, plans: &Plans, op: &Attend) -> Result<Vec<Dispatch>> {
@@ -50,7 +50,7 @@ fn run(queue: &Queue, plans: &Plans, op: &Attend, latent: Option<&TensorView>) -
     let (plan, uploaded) = plans.of(device, op, latent, (&tiling, &planes))?;
     queue.count_written(uploaded);
     let mut work = Vec::new();
-    // The first chunk overwrites queries that overlap the output, so later chunks need a copy of them.
+    // If the queries overlap the output, the first chunk overwrites them, so later chunks need a copy.
     let mut apart = |view: &TensorView| {
         if plan.chunks.len() > 1 && view.overlaps(&op.out)? {
             copied(device, view, &mut work)
@@ -69,7 +69,7 @@ fn run(queue: &Queue, plans: &Plans, op: &Attend, latent: Option<&TensorView>) -
     Ok(work)
 }
 
-/// The parts of a call that all its chunks share.
+/// The data of a call that all of its chunks share.
 struct WindowedCall<'a> {
     device: &'a Arc<GpuDevice>,
     op: &'a Attend,
@@ -79,7 +79,7 @@ struct WindowedCall<'a> {
 }
 
 impl WindowedCall<'_> {
-    /// Returns one run of `attend.wgsl` for each combination of windows that a task reads.
+    /// Returns one dispatch of `attend.wgsl` for each combination of windows that tasks read.
     fn dispatches(
         &self,
         plan: &Arc<WindowedPlan>,
@@ -123,7 +123,7 @@ impl WindowedCall<'_> {
     }
 }
 
-/// Returns a dense copy of a view. The runs that make the copy are added to `work`.
+/// Returns a dense copy of a view. Adds the dispatches that make the copy to `work`.
 fn copied(device: &Arc<GpuDevice>, view: &TensorView, work: &mut Vec<Dispatch>) -> Result<TensorView> {
     let bytes = view.dtype().bytes_for(view.len())?;
     let storage = Arc::new(WgpuStorage::allocate(device, MemoryKind::Device, bytes)?);

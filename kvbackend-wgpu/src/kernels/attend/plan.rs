@@ -17,55 +17,55 @@ use crate::device::{GpuDevice, NAME};
 use crate::kernels::angles::{RopeRows, pairs_of};
 use crate::pipeline::Binding;
 
-/// Maximum number of bytes of scratch for parts.
+/// The maximum size of the scratch memory for parts, in bytes.
 const SCRATCH: u64 = 64 << 20;
 
-/// Maximum size in bytes of a buffer that is kept for another plan.
+/// The maximum size of a buffer that is kept for another plan, in bytes.
 const LARGE: u64 = 1 << 20;
 
-/// Number of plans that a stream keeps. A few are enough, because a model's layers differ only in their
-/// window, if at all.
+/// The number of plans that a stream keeps. A few are enough, because a model's layers differ at most in
+/// their window.
 const KEPT: usize = 4;
 
-/// Everything that a plan depends on. Layers with equal keys share a plan.
+/// Identifies a plan by everything that it depends on. Layers with equal keys share a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct WindowedPlanKey {
     /// The ID of the work, [`AttendWork::id`](kvcore::AttendWork::id).
     work: u64,
     window: Option<usize>,
     keys: KeyForm,
-    /// Number of rotated pairs, if there is a rotation.
+    /// The number of rotated pairs, if there is a rotation.
     pairs: Option<usize>,
     tiling: Tiling,
     heads: usize,
     block_size: usize,
-    /// Number of blocks per window of each plane, if a layer needs more than one window.
+    /// The number of blocks per window for each plane, if a layer needs more than one window.
     window_blocks: Option<[usize; 4]>,
-    /// Maximum number of rows that can be bound at once.
+    /// The maximum number of rows that can be bound at once.
     rows: usize,
-    /// Bytes of scratch for a part of one row and all heads.
+    /// The size of a part's scratch memory, in bytes. A part has one row for all heads.
     part_bytes: u64,
-    /// Maximum number of such parts that fit in the scratch.
+    /// The maximum number of parts that fit in the scratch memory.
     parts: u64,
 }
 
-/// Tiles whose parts fit in the scratch and whose rows can be bound at once.
+/// A chunk of tiles whose parts fit in the scratch memory and whose rows can be bound at once.
 pub(super) struct TileChunk {
-    /// All rows from the first to the last.
+    /// The range of the tiles' rows, from the first to the last.
     pub(super) rows: Range<usize>,
-    /// Number of parts, each of one row and all heads.
+    /// The number of parts, each with one row for all heads.
     pub(super) parts: u64,
-    /// The angles to rotate queries and keys by, if there is a rotation.
+    /// The angles by which queries and keys are rotated, if there is a rotation.
     pub(super) turns: Option<RopeRows>,
     /// The tasks for each combination of windows.
     pub(super) tasks: Vec<WindowTasks>,
-    /// Number of rows to merge, and the place of their records.
+    /// The number of rows to merge, and the range of their records in bytes.
     pub(super) merged: (usize, Range<u64>),
     records: Buffer,
 }
 
 impl TileChunk {
-    /// Binds records of the chunk.
+    /// Binds a range of the chunk's records.
     pub(super) fn records(&self, place: &Range<u64>) -> Binding {
         Binding { buffer: self.records.clone(), offset: place.start, size: place.end - place.start }
     }
@@ -75,31 +75,31 @@ impl TileChunk {
 pub(super) struct WindowTasks {
     pub(super) window: WindowKey,
     pub(super) count: usize,
-    /// The place of the records in the chunk's buffer.
+    /// The range of the tasks' records in the chunk's buffer, in bytes.
     pub(super) records: Range<u64>,
 }
 
-/// The division of a call into kernel runs, and their records on the device.
+/// The division of a call into dispatches, with their records on the device.
 pub(crate) struct WindowedPlan {
     pub(super) chunks: Vec<TileChunk>,
-    /// Bytes of scratch for a part of one row and all heads.
+    /// The size of a part's scratch memory, in bytes. A part has one row for all heads.
     pub(super) part_bytes: u64,
 }
 
-/// The plans of a stream's recent calls.
+/// The plans of a stream's most recent calls.
 #[derive(Default)]
 pub(crate) struct Plans(Mutex<KeptPlans>);
 
 #[derive(Default)]
 struct KeptPlans {
     plans: [Option<(WindowedPlanKey, Arc<WindowedPlan>)>; KEPT],
-    /// Index of the plan to replace next.
+    /// The index of the plan to replace next.
     next: usize,
 }
 
 impl Plans {
-    /// Returns the plan for a call, created on first use, and the number of bytes that this call uploaded for
-    /// it.
+    /// Returns the plan for a call, which is created on first use, and the number of bytes that were uploaded
+    /// for it.
     pub(super) fn of(
         &self,
         device: &Arc<GpuDevice>,
@@ -109,7 +109,7 @@ impl Plans {
     ) -> Result<(Arc<WindowedPlan>, usize)> {
         let shape = op.arena.layout().shape();
         let heads = op.q.shape()[1];
-        // A sum of values, the largest score, and the sum of the weights.
+        // A part has the sum of the values, the largest score, and the sum of the weights.
         let part_bytes = heads as u64 * 4 * (shape.v_dim as u64 + 2);
         let views = [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten();
         let key = WindowedPlanKey {
@@ -131,7 +131,7 @@ impl Plans {
         }
         let place = kept.next;
         kept.next = (place + 1) % KEPT;
-        // If nothing else holds a plan, its buffer can be overwritten, because its work has been submitted.
+        // If nothing else holds the old plan, its work has been submitted, so its buffer can be overwritten.
         let old = kept.plans[place].take().and_then(|(_, plan)| Arc::into_inner(plan));
         let free = old.and_then(|mut plan| plan.chunks.pop()).map(|chunk| chunk.records);
         let (plan, bytes) = make(device, op, &key, planes, free.filter(|free| free.size() <= LARGE))?;
@@ -141,7 +141,8 @@ impl Plans {
     }
 }
 
-/// Creates a plan, with its records in `free` if they fit. Also returns the number of bytes of all records.
+/// Creates a plan, and stores its records in `free` if they fit. Also returns the size of all records in
+/// bytes.
 fn make(
     device: &Arc<GpuDevice>,
     op: &Attend,
@@ -160,7 +161,8 @@ fn make(
     Ok((plan, bytes))
 }
 
-/// Creates the records of a chunk of tiles, in `free` if they fit. Also returns their number of bytes.
+/// Creates a chunk of tiles, and stores its records in `free` if they fit. Also returns the records' size in
+/// bytes.
 fn chunk(
     device: &Arc<GpuDevice>,
     op: &Attend,
@@ -202,15 +204,15 @@ fn chunk(
     Ok((TileChunk { rows: rows_of(tiles), parts, turns, tasks, merged, records }, bytes.len()))
 }
 
-/// Records collected for one buffer.
+/// The records to store in one buffer.
 struct Words {
-    /// Alignment of each list of records, in words.
+    /// The alignment of each list of records, in words.
     align: usize,
     words: Vec<u32>,
 }
 
 impl Words {
-    /// Adds records and returns their place in the buffer, in bytes.
+    /// Appends a list of records, and returns its range in the buffer, in bytes.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the device cannot bind the records at once.
@@ -222,7 +224,7 @@ impl Words {
         self.words.resize(self.words.len().next_multiple_of(self.align), 0);
         let start = 4 * self.words.len() as u64;
         self.words.extend_from_slice(records);
-        // A binding has at least one word.
+        // A binding must have at least one word.
         if records.is_empty() {
             self.words.push(0);
         }
@@ -230,10 +232,12 @@ impl Words {
     }
 }
 
-/// Divides tiles into chunks whose parts fit in the scratch and whose rows and lists can be bound at once.
+/// Divides tiles into chunks whose parts fit in the scratch memory and whose rows and lists can be bound at
+/// once.
 fn chunks<'a>(device: &GpuDevice, key: &WindowedPlanKey, tiles: &'a [RowTile]) -> Vec<&'a [RowTile]> {
     let mut chunks = Vec::new();
-    // Half of the largest binding. The other half is for the part of a list that two tiles share.
+    // The lists may take half of the largest binding. The other half is for the part of a list that two tiles
+    // share.
     let most_words = (device.limits.max_storage_buffer_binding_size / 8) as usize;
     let (mut start, mut parts, mut words, mut rows) = (0, 0, 0, rows_of(&tiles[..tiles.len().min(1)]));
     for (i, tile) in tiles.iter().enumerate() {
@@ -254,7 +258,7 @@ fn chunks<'a>(device: &GpuDevice, key: &WindowedPlanKey, tiles: &'a [RowTile]) -
     chunks
 }
 
-/// Returns the range that covers all rows of some tiles.
+/// Returns the range from the first to the last row of the given tiles.
 fn rows_of(tiles: &[RowTile]) -> Range<usize> {
     let start = tiles.iter().map(|tile| tile.rows.start).min().unwrap_or(0);
     start..tiles.iter().map(|tile| tile.rows.end).max().unwrap_or(start)

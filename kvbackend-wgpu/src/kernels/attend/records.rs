@@ -1,5 +1,5 @@
-//! The records that shaders read, in order: tasks, runs and token lists of `attend.wgsl`; rows and part lists
-//! of `merge.wgsl`.
+//! The records that shaders read, in this order: tasks, runs and token lists for `attend.wgsl`; rows and part
+//! lists for `merge.wgsl`.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -8,17 +8,17 @@ use kvcore::{Attend, KeyForm};
 
 use super::runs::{RowTile, RunTask, SeenRun, TokenPlaces, first_parts};
 
-/// Number of words per task.
+/// The number of words per task.
 const TASK: usize = 5;
 
-/// Number of words of a run before its rows.
+/// The number of words of a run before the words of its rows.
 const RUN: usize = 6;
 const ROW: usize = 3;
 
-/// Number of words in the record of a merged row.
+/// The number of words in a merged row's record.
 pub(super) const MERGED: usize = 3;
 
-/// Returns every position that a query or key is rotated by.
+/// Returns every position by which a query or key is rotated.
 pub(super) fn positions<'a>(
     op: &'a Attend,
     tiles: &'a [RowTile],
@@ -39,8 +39,8 @@ pub(super) fn positions<'a>(
     })
 }
 
-/// Returns the records of tasks, of their runs, and of the runs' lists. Each task comes with the index of its
-/// first part; `number` returns the kernel's number for a position.
+/// Returns the records of the given tasks, then those of their runs, then the runs' lists. Each task comes
+/// with the index of its first part. `number` returns the number by which the kernel identifies a position.
 pub(super) fn of_tasks(
     tasks: &[(&RunTask, u32)],
     (rows, heads): (usize, usize),
@@ -92,7 +92,7 @@ pub(super) fn of_merge(op: &Attend, tiles: &[RowTile]) -> Vec<u32> {
     records
 }
 
-/// Returns the number that token 0 of a run's segment would have.
+/// Returns the number of a run's first key, minus that key's token index in the segment.
 fn first_key(run: &SeenRun, number: impl Fn(i32) -> i32) -> i32 {
     let token = match &run.tokens {
         TokenPlaces::Blocks(_) => run.range.start as i32,
@@ -101,7 +101,7 @@ fn first_key(run: &SeenRun, number: impl Fn(i32) -> i32) -> i32 {
     number(run.position.saturating_add(token)).wrapping_sub(token)
 }
 
-/// Lists of blocks and slots, after the records. Each list is stored once.
+/// The lists of blocks and slots, which follow the records. Each list is stored only once.
 struct TokenLists {
     at: usize,
     known: HashMap<usize, u32>,
@@ -109,7 +109,7 @@ struct TokenLists {
 }
 
 impl TokenLists {
-    /// Returns the word at which a run's list begins, and 1 for a list of slots or 0 for a list of blocks.
+    /// Returns the word at which a run's list starts, and 1 for a list of slots or 0 for a list of blocks.
     fn place(&mut self, run: &SeenRun) -> (u32, u32) {
         let next = (self.at + self.words.len()) as u32;
         match &run.tokens {

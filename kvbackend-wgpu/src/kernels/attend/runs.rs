@@ -1,4 +1,5 @@
-//! Runs: the tokens that each tile of rows sees. Tasks: the runs that a workgroup reads.
+//! Runs, which are the tokens that each tile of rows sees, and tasks, which are the runs that a workgroup
+//! reads.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,19 +11,19 @@ use smallvec::SmallVec;
 use super::tiling::Tiling;
 use super::window::{PlaneWindows, WindowKey};
 
-/// Number of workgroups that keep a device busy.
+/// The number of workgroups that keep a device busy.
 const BUSY: usize = 512;
 
-/// Number of tokens below which a run is not divided further.
+/// Runs with fewer tokens than this are not divided any further.
 const SHORT: usize = 256;
 
-/// Maximum number of words in the record of a task, of a run, or of a run's row.
+/// The maximum number of words in the record of a task, of a run, or of a run's row.
 const RECORD: usize = 8;
 
 /// Consecutive rows of one entry.
 pub(super) struct RowTile {
     pub(super) rows: Range<usize>,
-    /// Merge groups with at least one run: the index and the tasks of each.
+    /// The merge groups with at least one run: each group's index and its tasks.
     groups: Vec<(usize, Vec<RunTask>)>,
 }
 
@@ -45,30 +46,31 @@ impl RowTile {
         tasks + self.rows.len() * (RECORD + 2 * self.tasks().count())
     }
 
-    /// Returns tasks with their merge groups, in the order of the groups.
+    /// Returns the tasks with their merge groups, in the order of the groups.
     pub(super) fn grouped(&self) -> impl Iterator<Item = (usize, &RunTask)> {
         self.groups.iter().flat_map(|(group, tasks)| tasks.iter().map(move |task| (*group, task)))
     }
 }
 
-/// Runs that one workgroup (per head unit) reads one after another, all in the same windows.
+/// Runs that one workgroup reads one after another, all in the same windows.
 pub(super) struct RunTask {
     pub(super) rows: Range<usize>,
     pub(super) window: WindowKey,
     pub(super) runs: Vec<SeenRun>,
 }
 
-/// Where a run's tokens are.
+/// The locations of a run's tokens.
 #[derive(Clone)]
 pub(super) enum TokenPlaces {
-    /// In the blocks of a segment.
+    /// The tokens are in the blocks of a segment.
     Blocks(Arc<[BlockId]>),
-    /// At given slots, each with the token's index in the segment; used for selected tokens.
+    /// The tokens are at the given slots, each listed with the token's index in the segment. Used for
+    /// selected tokens.
     Slots(Arc<[(u32, u32)]>),
 }
 
 impl TokenPlaces {
-    /// Returns the block that a token is in.
+    /// Returns the index of the block that stores a token.
     fn block(&self, token: usize, block_size: usize) -> usize {
         match self {
             Self::Blocks(blocks) => blocks[token / block_size].index(),
@@ -77,20 +79,21 @@ impl TokenPlaces {
     }
 }
 
-/// Tokens of one segment that a tile sees.
+/// The tokens of one segment that a tile sees.
 #[derive(Clone)]
 pub(super) struct SeenRun {
     pub(super) tokens: TokenPlaces,
     pub(super) range: Range<usize>,
     pub(super) logit_scale: f32,
-    /// Position of the segment's first token.
+    /// The position of the segment's first token.
     pub(super) position: i32,
-    /// For each row of the tile: the part of the range that it sees, and the position to rotate its query by.
+    /// For each row of the tile: the part of the range that it sees, and the position by which its query is
+    /// rotated.
     pub(super) rows: SmallVec<[(Range<usize>, i32); 4]>,
 }
 
 impl SeenRun {
-    /// Returns the part of the run inside `range`.
+    /// Returns the part of the run that is inside `range`.
     fn cut(&self, range: Range<usize>) -> Self {
         let inside = |row: &Range<usize>| {
             row.start.clamp(range.start, range.end)..row.end.clamp(range.start, range.end)
@@ -100,12 +103,12 @@ impl SeenRun {
     }
 }
 
-/// A merge group, with a run of one of its segments.
+/// A merge group's index, and a run of one of its segments.
 type GroupedRun = (usize, SeenRun);
 
-/// Returns the tiles of a call, in the order of its entries and rows.
+/// Returns a call's tiles, in the order of its entries and rows.
 ///
-/// A tile has at most about `most` parts, each of one row.
+/// A tile has at most about `most` parts, each with one row.
 pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<RowTile> {
     let mut seen: Vec<(Range<usize>, Vec<GroupedRun>)> = Vec::new();
     for entry in op.work.batch() {
@@ -157,7 +160,7 @@ fn made(
     SeenRun { tokens, range, logit_scale: segment.logit_scale, position: segment.position(0) as i32, rows }
 }
 
-/// Returns the position to rotate a row's query by for a segment's keys.
+/// Returns the position by which a row's query is rotated for a segment's keys.
 fn turn(op: &Attend, segment: &Segment, row: QueryRow) -> i32 {
     let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
     row.position.saturating_sub(moved) as i32
@@ -186,7 +189,7 @@ fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
     made_runs
 }
 
-/// Divides runs into about `cuts` tasks, with separate tasks for each window.
+/// Divides runs into about `cuts` tasks, and makes separate tasks for each window.
 fn tasks(
     op: &Attend,
     rows: &Range<usize>,
@@ -197,7 +200,7 @@ fn tasks(
     let block_size = op.arena.layout().shape().block_size;
     let total: usize = runs.iter().map(|run| run.range.len()).sum();
     let most = total.div_ceil(cuts).max(SHORT);
-    // The tasks of each window, and how many more tokens its last task can take.
+    // The tasks of each window, and the number of tokens that the window's last task still has room for.
     let mut windows: BTreeMap<WindowKey, (Vec<RunTask>, usize)> = BTreeMap::new();
     for run in runs {
         let key = |token: usize| planes.key(run.tokens.block(token, block_size));

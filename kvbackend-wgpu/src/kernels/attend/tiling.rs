@@ -1,4 +1,4 @@
-//! How a call's work is divided into workgroups, and the pipeline constants that follow from that.
+//! The division of a call's work into workgroups, and the pipeline constants that follow from it.
 
 use std::sync::Arc;
 
@@ -9,23 +9,23 @@ use crate::kernels::angles::pairs_of;
 use crate::kernels::convert::{group, kind};
 use crate::pipeline::{Constant, Pipeline, Shader};
 
-/// Number of threads per workgroup of `attend.wgsl`.
+/// The number of threads per workgroup of `attend.wgsl`.
 const THREADS: usize = 128;
 
-/// Maximum number of queries per workgroup. Each tile of keys is read once for all of them.
+/// The maximum number of queries per workgroup. Each tile of keys is read once for all of them.
 const QUERIES: usize = 16;
 
-/// Number of tokens per tile, if they fit. Each thread then has at most one group of four logits.
+/// The number of tokens per tile, if they fit. Each thread then has at most one group of four logits.
 const TOKENS: usize = 4 * THREADS / QUERIES;
 
 /// The shape of a workgroup's work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Tiling {
-    /// Number of query heads per workgroup, which all read the same K head and V head.
+    /// The number of query heads per workgroup. All of them read the same K head and V head.
     pub(super) heads: usize,
-    /// Number of workgroups that cover all heads of a row.
+    /// The number of workgroups that cover all heads of a row.
     pub(super) units: usize,
-    /// Number of rows per workgroup.
+    /// The number of rows per workgroup.
     pub(super) rows: usize,
     tokens: usize,
     latent: bool,
@@ -44,10 +44,11 @@ impl Tiling {
         let longest = op.work.batch().iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1);
         let widest = s.k_dim.max(s.v_dim) + 1;
         let latent_dim = if latent { s.v_dim } else { 1 };
-        // Words of workgroup memory: queries in groups of four, a tile, weights, and the state of each query.
+        // The workgroup memory in words: queries in groups of four, a tile, weights, and the state of each
+        // query.
         let words = |queries: usize, tokens: usize| {
             let quads = queries.div_ceil(4);
-            // Each of six arrays may be rounded up to 16 bytes.
+            // The size of each of the six arrays may be rounded up to 16 bytes.
             4 * quads * (s.k_dim + latent_dim + shares(quads, tokens) * tokens + 2) + tokens * widest + 24
         };
         for most in [QUERIES, 8, 4, 2, 1] {
@@ -55,7 +56,7 @@ impl Tiling {
             let rows = (most / heads).min(longest.next_power_of_two()).max(1);
             let tokens =
                 [TOKENS, 16, 8, 4, 2, 1].into_iter().find(|&tokens| words(heads * rows, tokens) <= memory);
-            // A tile of fewer tokens costs more than a second read of the keys.
+            // Fewer tokens per tile would cost more than reading the keys a second time.
             if let Some(tokens) = tokens.filter(|&tokens| tokens >= 8 || most == 1) {
                 return Ok(Self { heads, units: all_heads / heads, rows, tokens, latent });
             }
@@ -101,15 +102,15 @@ impl Tiling {
             ("LATENT_DIM", if self.latent { s.v_dim as f64 } else { 1.0 }),
             ("TILE_ROW", (s.k_dim.max(s.v_dim) + 1) as f64),
         ];
-        // WGSL needs the sizes of a thread's arrays as constants in its source code.
+        // WGSL needs the sizes of per-thread arrays as constants in the source code.
         let (turns, columns) = (quads.div_ceil(THREADS / width), s.v_dim.div_ceil(width));
         let texts = format!("const TURNS: u32 = {turns}u;\nconst COLUMNS: u32 = {columns}u;\n");
         device.pipeline(Shader::Attend, &constants, &texts)
     }
 }
 
-/// Returns the number of threads that share the product of a key and four queries. This is more than one if
-/// threads would otherwise be idle because there are few queries.
+/// Returns the number of threads that share the product of a key and four queries. The result is more than 1
+/// if there are so few queries that threads would otherwise be idle.
 fn shares(quads: usize, tokens: usize) -> usize {
     (THREADS / (quads * tokens)).max(1)
 }

@@ -1,4 +1,4 @@
-//! The parts of K, V and their scales, and of queries and outputs, that are bound.
+//! The bound parts of K, V and their scales, and of queries and outputs.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,21 +11,21 @@ use crate::device::{GpuDevice, NAME};
 use crate::memory;
 use crate::pipeline::Binding;
 
-/// The windows that a block is in: one index each for K, V, and the scales of K and V.
+/// The windows that contain a block: one index each for K, V, and the scales of K and V.
 pub(super) type WindowKey = [u32; 4];
 
-/// Rows of K, of V, or of the scales of either.
+/// The rows of K, of V, or of the scales of either.
 struct WindowedRole {
     buffer: Buffer,
     bits: u64,
     strides: PlaneStrides,
-    /// Number of elements from the first to the last of a block in one layer.
+    /// The number of elements that a block spans in one layer.
     span: u64,
-    /// Number of blocks per window.
+    /// The number of blocks per window.
     blocks: usize,
 }
 
-/// How a layer's blocks are divided into windows.
+/// The division of a layer's blocks into windows.
 pub(super) struct PlaneWindows {
     planes: [Option<WindowedRole>; 4],
     align: u64,
@@ -34,10 +34,10 @@ pub(super) struct PlaneWindows {
 }
 
 impl PlaneWindows {
-    /// Divides the blocks for a call.
+    /// Divides the blocks into windows for a call.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if a block reaches further than the device can bind.
+    /// Returns [`Error::Unsupported`] if a block spans more than the device can bind at once.
     pub(super) fn of(device: &Arc<GpuDevice>, op: &Attend) -> Result<Self> {
         let s = op.arena.layout().shape();
         let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
@@ -84,7 +84,7 @@ impl PlaneWindows {
         self.one
     }
 
-    /// Returns the windows that a block is in.
+    /// Returns the windows that contain a block.
     pub(super) fn key(&self, block: usize) -> WindowKey {
         if self.one {
             return [0; 4];
@@ -92,8 +92,8 @@ impl PlaneWindows {
         std::array::from_fn(|i| self.planes[i].as_ref().map_or(0, |plane| (block / plane.blocks) as u32))
     }
 
-    /// Returns the binding of a plane and four words for the kernel: the place of block 0 in the binding (in
-    /// elements, modulo 2³²), and the strides of a block, a token and a head.
+    /// Returns a plane's binding and four words for the kernel: the offset of block 0 from the start of the
+    /// binding (in elements, modulo 2³²), and the strides of a block, a token and a head.
     pub(super) fn window(
         &self,
         device: &GpuDevice,
@@ -118,7 +118,7 @@ impl PlaneWindows {
     }
 }
 
-/// Returns the first byte to bind for some rows of a view, and the byte after the last.
+/// Returns the range to bind for some rows of a view: its first byte, and the byte after its last.
 fn extent(device: &GpuDevice, view: &TensorView, rows: &Range<usize>) -> (u64, u64) {
     let (bits, strides) = (view.dtype().bits(), view.strides());
     let first = view.offset() + rows.start * strides[0];
@@ -129,22 +129,23 @@ fn extent(device: &GpuDevice, view: &TensorView, rows: &Range<usize>) -> (u64, u
     (start - start % device.binding_align(), end)
 }
 
-/// Returns the maximum number of rows of a view, at least 1, that can be bound at once wherever they begin.
+/// Returns the maximum number of rows of a view, at least 1, that can be bound at once regardless of where
+/// they start.
 pub(super) fn most_rows(device: &GpuDevice, view: &TensorView) -> usize {
     let bits = view.dtype().bits() as u64;
     let rest: usize =
         view.shape()[1..].iter().zip(&view.strides()[1..]).map(|(n, stride)| (n - 1) * stride).sum();
-    // Both ends may be rounded outwards.
+    // The start may be rounded down and the end rounded up.
     let room = device.binding.saturating_sub(device.binding_align() + 4) * 8 / bits;
     let more = room.saturating_sub(rest as u64 + 1).checked_div(view.strides()[0] as u64);
     usize::try_from(more.unwrap_or(u64::MAX)).unwrap_or(usize::MAX).saturating_add(1)
 }
 
-/// Binds some rows of a view. Also returns three words for the kernel: the place of row 0 in the binding (in
-/// elements, modulo 2³²), and the strides of a row and a head.
+/// Binds some rows of a view. Also returns three words for the kernel: the offset of row 0 from the start of
+/// the binding (in elements, modulo 2³²), and the strides of a row and a head.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] if the rows are larger than the device can bind.
+/// Returns [`Error::Unsupported`] if the rows span more than the device can bind at once.
 pub(super) fn rows_window(
     device: &Arc<GpuDevice>,
     view: &TensorView,
