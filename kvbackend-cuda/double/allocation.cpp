@@ -1,4 +1,4 @@
-// Entries that allocate and describe memory of the device and pinned memory of the host.
+// Entry points that allocate and describe device memory and pinned host memory.
 #include <cstring>
 
 #include "call.hpp"
@@ -22,7 +22,7 @@ CUresult pin(Call& call, void** result, size_t size) {
     return CUDA_SUCCESS;
 }
 
-// The value of one attribute of a pointer, in the type that the attribute has.
+// Writes the value of a pointer's attribute, in the attribute's type.
 CUresult attribute(void* data, int number, CUdeviceptr pointer) {
     if (data == nullptr) return CUDA_ERROR_INVALID_VALUE;
     const Place place = find_place(pointer, 1);
@@ -76,7 +76,7 @@ KV_API CUresult cuMemAlloc_v2(CUdeviceptr* result, size_t size) {
     return CUDA_SUCCESS;
 }
 
-// Frees at once, whatever is queued: work that still uses the memory faults.
+// Frees the memory at once, even if queued work still uses it; that work then faults.
 KV_API CUresult cuMemFree_v2(CUdeviceptr pointer) {
     KV_ENTER(cuMemFree_v2);
     Call call;
@@ -179,7 +179,7 @@ KV_API CUresult cuPointerGetAttributes(unsigned count, int* numbers, void** data
     KV_ENTER_STARTED(cuPointerGetAttributes);
     if (numbers == nullptr || data == nullptr) return CUDA_ERROR_INVALID_VALUE;
     for (unsigned i = 0; i < count; i++) {
-        // For a pointer that the driver does not know, the values are null and the call succeeds.
+        // For a pointer that the driver does not know, the call succeeds, and the values are null.
         if (attribute(data[i], numbers[i], pointer) == CUDA_SUCCESS || data[i] == nullptr) continue;
         const int number = numbers[i];
         const bool wide = number == 1 || number == 3 || number == 4 || number == 11 || number == 12;

@@ -1,4 +1,4 @@
-// The scheduler of a block's threads, and what threads call to wait.
+// The scheduler of a block's threads, and the functions in which threads wait.
 #include "block.hpp"
 
 #include <sys/mman.h>
@@ -18,7 +18,7 @@ constexpr size_t shared_area_bytes = (max_shared_bytes + 65535) / 65536 * 65536;
 
 __thread Runner* runner = nullptr;
 
-// Mixes bits, so that near numbers give unlike results.
+// Mixes a number's bits, so that similar numbers give very different results.
 uint64_t mixed(uint64_t x) {
     x += 0x9e3779b97f4a7c15u;
     x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -75,14 +75,14 @@ Fault Runner::run(const Launch& launch, uint64_t seed) {
     return fault;
 }
 
-// Places the shared memory so that its end, rounded up to 16 bytes, is the guard page.
+// Places the shared memory so that its end, rounded up to 16 bytes, is at the guard page.
 void Runner::place_shared(size_t bytes) {
     const size_t rounded = (bytes + 15) / 16 * 16;
     group_.shared = shared_area_ + shared_area_bytes - rounded;
     group_.shared_bytes = rounded;
 }
 
-// Runs the blocks in the order of a walk with a step that has no divisor in common with their number.
+// Runs the blocks in steps of a size that is coprime to their number, so that each block runs once.
 void Runner::run_blocks() {
     const uint64_t count = static_cast<uint64_t>(launch_->grid.x) * launch_->grid.y * launch_->grid.z;
     uint64_t step = seed_ % count | 1;
@@ -96,8 +96,9 @@ void Runner::run_blocks() {
     }
 }
 
-// Runs the threads in phases; a phase ends when all live threads wait at the block's barrier. The order changes
-// from phase to phase: forward, reversed, or warps shuffled with lanes in either order.
+// Runs the threads in phases; a phase ends when all live threads wait at the block's barrier. The order of
+// the threads changes from phase to phase: forward, reversed, or with shuffled warps and lanes in either
+// order.
 void Runner::run_block(uint64_t seed) {
     if (group_.shared_bytes != 0) std::memset(group_.shared, 0xff, group_.shared_bytes);
     for (unsigned i = 0; i < threads_; i++) {
@@ -150,7 +151,8 @@ void Runner::run_lane(Lane& lane) {
     if (lane.status == Status::done) fibres_.give(lane.fibre);
 }
 
-// Finishes the collectives whose lanes are all there. Returns false if no lane of the warp waits for one.
+// Finishes the collectives at which all lanes have arrived. Returns false if no lane of the warp waits for
+// one.
 bool Runner::finish_collectives(unsigned first, unsigned count) {
     Request* requests[32] = {};
     unsigned waiting = 0;
@@ -183,7 +185,8 @@ bool Runner::finish_collectives(unsigned first, unsigned count) {
         finished = true;
     }
     if (finished) return true;
-    // Nobody else can arrive: name the first lane that waits and what a lane that it waits for does.
+    // No other lane can arrive: report the first waiting lane, and what one of the lanes that it waits for is
+    // doing.
     const auto stuck = static_cast<unsigned>(__builtin_ctz(waiting));
     running_ = &lanes_[first + stuck];
     for (unsigned k = 0; k < 32; k++) {
@@ -214,7 +217,7 @@ bool Runner::finish_collectives(unsigned first, unsigned count) {
     raise_fault(CUDA_ERROR_LAUNCH_FAILED, "divergent barrier: lanes of a warp wait for different collectives");
 }
 
-// At the end of a phase, all live threads wait; they must wait at the same place.
+// Checks that all live threads, which wait at the end of a phase, wait at the same barrier.
 void Runner::check_barrier() const {
     int line = 0;
     for (unsigned i = 0; i < threads_; i++) {
@@ -229,10 +232,10 @@ void Runner::check_barrier() const {
     }
 }
 
-// Goes back to the scheduler from the running thread.
+// Switches from the running thread back to the scheduler.
 void Runner::leave() { kv_double_switch(&running_->fibre->sp, scheduler_); }
 
-// The main function of a fibre: one thread after the other.
+// A fibre's main function, which runs one thread after another.
 void Runner::serve() {
     for (;;) {
         launch_->kernel->run(launch_->arguments.get());

@@ -1,4 +1,4 @@
-// Runs the blocks of a launch on the calling worker: order of blocks and threads, barriers, shared memory.
+// Runs a launch's blocks on the calling worker: the order of blocks and threads, barriers, and shared memory.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct Lane {
     std::vector<size_t> groups;  // The number of copies at each commit.
 };
 
-// One worker's means to run kernels; they stay with it from launch to launch.
+// The resources with which a worker runs kernels. The worker keeps them between launches.
 class Runner {
 public:
     Runner();
@@ -49,7 +49,7 @@ public:
     Runner(const Runner&) = delete;
     Runner& operator=(const Runner&) = delete;
 
-    // Runs all blocks, or up to the first fault. `seed` decides the order of blocks and threads.
+    // Runs the blocks, up to the first fault. `seed` determines the order of blocks and threads.
     Fault run(const Launch& launch, uint64_t seed);
 
     Lane& running() { return *running_; }
@@ -78,11 +78,11 @@ private:
     unsigned char* shared_area_ = nullptr;
 };
 
-// Computes the results of the requests of a warp's lanes; `requests[l]` is null for a lane without one. Lanes of
-// the mask have requests of the same kind.
+// Computes the results for the requests of a warp's lanes; `requests[l]` is null for a lane without a
+// request. All lanes of the mask must have requests of the same kind.
 void compute_collective(Request* const (&requests)[32], unsigned mask, const Group& group);
 
-// Returns the registered kernel of this name, or null.
+// Returns the registered kernel with this name, or null.
 const Kernel* find_kernel(const std::string& name);
 
 }  // namespace kvdouble

@@ -1,5 +1,5 @@
-// The results of a warp's collectives: shuffles, ballots, and the fragments of matrix instructions as PTX lays
-// them out.
+// The results of a warp's collectives: shuffles, ballots, and matrix instructions, with fragments laid out as
+// in PTX.
 #include <cstring>
 
 #include "block.hpp"
@@ -30,7 +30,7 @@ void ballot(Request* const (&requests)[32], unsigned mask) {
     }
 }
 
-// Lane l gives row l % 8 of matrix l / 8 and gets two neighbouring elements of each matrix.
+// Lane l passes row l % 8 of matrix l / 8, and receives two neighbouring elements of each matrix.
 void load_matrices(Request* const (&requests)[32], const Group& group) {
     const int variant = requests[0]->variant;
     const bool transposed = variant < 0;
@@ -56,7 +56,7 @@ void load_matrices(Request* const (&requests)[32], const Group& group) {
     }
 }
 
-// Adds a 16x16 times a 16x8 matrix; each sum is taken exactly enough that only the result is rounded.
+// Adds the product of a 16x16 and a 16x8 matrix. The sums are precise enough that only the result is rounded.
 void multiply(Request* const (&requests)[32], bool bf16) {
     float left[16][16], right[16][8];
     for (unsigned l = 0; l < 32; l++) {

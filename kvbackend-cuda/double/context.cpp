@@ -1,4 +1,4 @@
-// Primary contexts, the current context of a thread, and handles that belong to a context.
+// Primary contexts, a thread's current context, and handles that belong to a context.
 #include <algorithm>
 
 #include "call.hpp"
@@ -64,7 +64,7 @@ void destroy_context(Device& device, std::unique_lock<std::mutex>& lock) {
     State& all = state();
     const auto streams = device.streams;
     device.destroying = true;
-    // An error makes workers of the device leave their waits and skip work.
+    // The error makes the device's workers leave their waits and skip further work.
     if (device.error == CUDA_SUCCESS) device.error = CUDA_ERROR_CONTEXT_IS_DESTROYED;
     std::vector<Op> dropped;
     for (const auto& stream : streams) {

@@ -1,4 +1,4 @@
-// The state of the double, its faults and trace, and what tests control.
+// The state of the double, its faults, its trace, and the controls for tests.
 #include "control.h"
 
 #include <atomic>
@@ -28,7 +28,7 @@ Plans& plans() {
     return *all;
 }
 
-// The name without the suffix of its version.
+// Returns an entry point's name without its version suffix.
 std::string base_name(const char* entry) {
     std::string name = entry;
     const size_t length = name.size();

@@ -1,8 +1,8 @@
 // Copies and fills. Their operands are checked when they are queued and again when they run.
 //
-// A copy from pageable host memory takes its source at the call; a copy to pageable host memory is waited for. A
-// copy from or to pinned host memory reads or writes it when it runs. The entries without a stream use the legacy
-// stream; those that touch the host wait for it.
+// A copy from pageable host memory reads its source during the call; a copy to pageable host memory makes the
+// call wait. A copy from or to pinned host memory accesses it when the copy runs. Entry points without a
+// stream use the legacy stream, and wait for it if they access host memory.
 #include <cstring>
 #include <string>
 
@@ -16,7 +16,7 @@ namespace {
 
 enum class Side { device, pinned, pageable };
 
-// A copy as it runs. A side in device memory belongs to the device named.
+// A copy operation. A side in device memory belongs to the given device.
 struct Copy {
     const char* kind;
     uintptr_t to, from;
@@ -61,7 +61,7 @@ void trace_line(const Stream& stream, const std::string& what, size_t bytes) {
           (stream.capture != nullptr ? "captured " : "") + what + " " + std::to_string(bytes));
 }
 
-// Whether a host pointer can be one: not in memory of the double unless it is pinned and alive.
+// Checks a host pointer: if it is in memory of the double, that memory must be pinned and live.
 CUresult host_side(uintptr_t address, size_t size, Side& side) {
     if (address == 0) return CUDA_ERROR_INVALID_VALUE;
     const Place place = find_place(address, size);
@@ -76,7 +76,7 @@ CUresult device_side(const Device& device, uintptr_t address, size_t size) {
     return inside ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-// Completes the description of the copy from its kind, checks it and queues it.
+// Completes a copy's description according to its kind, then checks and queues the copy.
 CUresult copy_on(Call& call, const std::shared_ptr<Stream>& stream, Copy copy, bool synchronous) {
     if (copy.size == 0) return CUDA_SUCCESS;
     if (copy.to_side == Side::device) {
@@ -101,7 +101,7 @@ CUresult copy_on(Call& call, const std::shared_ptr<Stream>& stream, Copy copy, b
     return wait ? wait_for(*stream, stream->submitted, call.lock) : CUDA_SUCCESS;
 }
 
-// Queues the copy on the stream of this handle of the current device.
+// Queues a copy on the current device's stream with this handle.
 CUresult copy_to(Copy copy, CUstream handle, bool synchronous) {
     Call call;
     Device* device = nullptr;
@@ -125,7 +125,7 @@ Copy device_to_device(CUdeviceptr to, CUdeviceptr from, size_t size) {
     return {"memcpy_dtod", to, from, size, Side::device, Side::device, {}, {}, {}};
 }
 
-// Finds out which kind of copy two unified addresses ask for.
+// Infers a copy's kind from two unified addresses.
 CUresult infer(CUdeviceptr to, CUdeviceptr from, size_t size, Copy& copy) {
     Call call;
     const bool to_device = find_place(to, size).kind == Place::Kind::device;
@@ -153,7 +153,7 @@ CUresult peer_copy(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcon
     return copy_to(copy, stream, synchronous);
 }
 
-// Fills with a pattern of `width` bytes.
+// Fills memory with a pattern of `width` bytes.
 CUresult fill(CUdeviceptr to, unsigned value, size_t width, size_t count, CUstream handle, bool synchronous) {
     Call call;
     Device* device = nullptr;

@@ -1,5 +1,5 @@
-// The few entries of cuBLAS that the backend calls, computed on the stream of the handle. The library is found under
-// cuBLAS's name by a link. Sums are computed in f64 and rounded once.
+// The few cuBLAS entry points that the backend calls. Their work runs on the handle's stream. A link makes
+// the library available under cuBLAS's name. Sums are computed in f64 and rounded once.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -18,7 +18,7 @@ enum : BlasStatus { SUCCESS = 0, NOT_INITIALIZED = 1, INVALID_VALUE = 7, NOT_EXE
 enum : int { R_32F = 0, R_16F = 2, R_16BF = 14 };
 enum : int { OP_N = 0, OP_T = 1 };
 
-// Where products put their sums before the result, as cuBLAS may.
+// The memory in which products store their sums before the result, as cuBLAS may do.
 struct Workspace {
     double* sums = nullptr;
     size_t room = 0;
@@ -34,7 +34,7 @@ std::set<Handle*>& handles() {
     return all;
 }
 
-// A matrix as cuBLAS counts it: columns first.
+// A column-major matrix, as in cuBLAS.
 struct Matrix {
     const void* data;
     int type;
@@ -66,15 +66,15 @@ void multiply(const Workspace& workspace, int64_t m, int64_t n, int64_t k, doubl
             }
             for (int64_t row = 0; row < count; row++) {
                 float& out = c[first + row + column * leading];
-                // With a factor of 0, what was there is not read.
+                // If the factor is 0, the previous value is not read.
                 out = static_cast<float>(alpha * workspace.sums[row] + (beta == 0 ? 0 : beta * out));
             }
         }
     }
 }
 
-// Enqueues work on the stream of a handle. The library has no memory of its own to work in, which a captured product
-// could not use: the caller names some.
+// Enqueues work on a handle's stream. The double allocates no workspace, because a captured product could not
+// use it: the caller must set one.
 template <typename Work>
 BlasStatus enqueue(Handle* handle, Work work) {
     Call call;

@@ -1,4 +1,4 @@
-// Entries about the driver and its devices.
+// Entry points for the driver and its devices.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -181,7 +181,7 @@ KV_API CUresult cuDeviceCanAccessPeer(int* can, CUdevice ordinal, CUdevice peer)
     return CUDA_SUCCESS;
 }
 
-// There are no tables of internal entries. NVRTC asks for one as soon as it finds a driver.
+// The double has no tables of internal functions. NVRTC asks for such a table as soon as it finds a driver.
 KV_API CUresult cuGetExportTable(const void** table, const CUuuid*) {
     KV_ENTER(cuGetExportTable);
     if (table != nullptr) *table = nullptr;

@@ -1,4 +1,4 @@
-// Conversions of the 16-bit floating-point elements on raw bits, rounding to nearest even as the device does.
+// Conversions of 16-bit floating-point elements on raw bits, rounded to nearest even as on the device.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ inline uint16_t f32_to_f16(float x) {
     if (magnitude > 0x7f800000u) return 0x7fff;                                  // The device's NaN.
     if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and more are infinite.
     if (magnitude < 0x38800000u) {
-        // Below 2^-14: the sum's last place is 2^-24, so that the addition rounds to nearest even.
+        // For values below 2^-14, the sum's last place is 2^-24, so the addition rounds to nearest even.
         const float sum = __uint_as_float(magnitude) + 0.5f;
         return static_cast<uint16_t>(sign | (__float_as_uint(sum) - 0x3f000000u));
     }
@@ -53,7 +53,7 @@ inline uint16_t f32_to_bf16(float x) {
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Two elements of a word; the first is the low half.
+// Packs two elements into a word, with the first one in the low half.
 inline uint32_t pack_f16x2(float low, float high) {
     return f32_to_f16(low) | (static_cast<uint32_t>(f32_to_f16(high)) << 16);
 }

@@ -1,4 +1,4 @@
-// Entries about events.
+// Entry points for events.
 #include "call.hpp"
 #include "queue.hpp"
 
@@ -14,7 +14,7 @@ CUresult find_event(CUevent handle, std::shared_ptr<Event>& event) {
     return event == nullptr ? CUDA_ERROR_INVALID_HANDLE : event->device->error;
 }
 
-// A captured event has no time at which it happens, so that asking for it ends the capture.
+// Refuses a query of a captured event, and invalidates its capture, because such an event never completes.
 CUresult refuse_captured(const Event& event) {
     if (event.capture != nullptr) {
         event.capture->invalid = true;
@@ -63,7 +63,7 @@ KV_API CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
     return CUDA_SUCCESS;
 }
 
-// An event that was never recorded is complete.
+// An event that was never recorded counts as complete.
 KV_API CUresult cuEventQuery(CUevent handle) {
     KV_ENTER(cuEventQuery);
     Call call;

@@ -1,4 +1,4 @@
-// Signals of guarded work on workers, and jumps out of it.
+// Handles signals that guarded work raises on workers, by jumping out of the work.
 #undef _FORTIFY_SOURCE  // Its check of longjmp knows nothing of fibres.
 #include "fault.hpp"
 
@@ -30,7 +30,7 @@ __thread Guard* active = nullptr;
 __thread void* signal_stack = nullptr;
 struct sigaction previous[NSIG];
 
-// Faults of guarded work jump out of it. All others go to the handler that was there before.
+// Jumps out of guarded work that faults. Passes all other signals to the previous handler.
 void handle(int signal, siginfo_t* info, void* context) {
     if (Guard* guard = active; guard != nullptr) {
         active = nullptr;
@@ -42,7 +42,7 @@ void handle(int signal, siginfo_t* info, void* context) {
     if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr) {
         before.sa_sigaction(signal, info, context);
     } else if (before.sa_handler == SIG_DFL || before.sa_handler == SIG_IGN) {
-        // Returning runs the instruction again, now with the default action.
+        // After this returns, the instruction runs again, and now causes the default action.
         ::signal(signal, SIG_DFL);
     } else {
         before.sa_handler(signal);

@@ -1,4 +1,4 @@
-// The context switch for x86-64 and aarch64, and the stacks of fibres.
+// The context switch for x86-64 and aarch64, and the fibres' stacks.
 #include "fibre.hpp"
 
 #include <sys/mman.h>
@@ -9,8 +9,8 @@
 namespace kvdouble {
 
 namespace {
-// The tops of stacks differ in their place among the lines of a cache, and the areas have an odd number of pages, so
-// that the stacks of a block do not push each other out of caches.
+// The tops of stacks are at different cache-line offsets, and the stacks have an odd number of pages, so that
+// a block's stacks do not evict each other from caches.
 constexpr size_t colour_step = 320;
 constexpr size_t colours = 50;
 constexpr size_t stack_bytes = 65536 + 5 * 4096;

@@ -1,7 +1,7 @@
-// Fibres: stacks of their own that a worker switches between without the operating system.
+// Fibres: separate stacks between which a worker switches without the operating system.
 //
-// A fibre is used again and again: its main function runs one thread of a kernel after the other. A fibre that a
-// fault left in the middle of a kernel is prepared again before its next use.
+// Fibres are reused: a fibre's main function runs one kernel thread after another. A fibre that a fault left
+// in the middle of a kernel is reset before its next use.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace kvdouble {
 
-// The size of inaccessible memory after stacks and shared memory: a multiple of every page size in use.
+// The size of the inaccessible memory after stacks and shared memory, a multiple of every common page size.
 constexpr size_t guard_bytes = 65536;
 
 struct Fibre {
@@ -18,10 +18,11 @@ struct Fibre {
     unsigned char* top = nullptr;
 };
 
-// Saves the registers of the caller on its stack, stores its stack pointer in `*from`, and goes on at `to`.
+// Saves the caller's registers on its stack, stores its stack pointer in `*from`, and continues on the stack
+// `to`.
 extern "C" __attribute__((visibility("hidden"))) void kv_double_switch(void** from, void* to);
 
-// The fibres of one worker. The stacks are mapped when they are first needed and unmapped with the pool.
+// A worker's pool of fibres. Their stacks are mapped when they are first needed, and unmapped with the pool.
 class Fibres {
 public:
     explicit Fibres(void (*entry)()) : entry_(entry) {}
@@ -29,7 +30,7 @@ public:
     Fibres(const Fibres&) = delete;
     Fibres& operator=(const Fibres&) = delete;
 
-    // Returns a fibre that no thread of a kernel uses, or null when there is no memory for one.
+    // Returns an unused fibre, or null if there is no memory for one.
     Fibre* take() {
         if (free_.empty() && !grow()) return nullptr;
         Fibre* fibre = free_.back();
@@ -37,13 +38,13 @@ public:
         return fibre;
     }
 
-    // Takes back a fibre that waits in its main function.
+    // Returns a fibre to the pool. It must be waiting in its main function.
     void give(Fibre* fibre) { free_.push_back(fibre); }
 
-    // Prepares all fibres again, whatever they were doing.
+    // Resets all fibres, even in the middle of a kernel.
     void reset();
 
-    // Whether the address lies in the guard page of one of the stacks.
+    // Returns whether an address is in the guard page of a stack.
     bool in_guard(const void* address) const;
 
 private:

@@ -1,7 +1,7 @@
-// Capture of streams into graphs, and launches of graphs.
+// Stream captures, and graph launches.
 //
-// A graph runs as one operation of its stream. Its nodes run one after the other, each time in another order that
-// keeps the dependencies which the capture saw, so that a missing one is found.
+// A graph runs as one operation of its stream. Its nodes run one after another, each time in a different
+// order that respects the captured dependencies, so that missing dependencies are found.
 #include <algorithm>
 
 #include "call.hpp"
@@ -11,7 +11,7 @@ using namespace kvdouble;
 
 namespace {
 
-// Whether all nodes come before the nodes of `ends` or are among them.
+// Returns whether all nodes are in `ends` or come before one of these nodes.
 bool all_reached(const std::vector<Node>& nodes, std::vector<size_t> ends) {
     std::vector<bool> reached(nodes.size());
     size_t count = 0;
@@ -106,7 +106,7 @@ KV_API CUresult cuStreamIsCapturing(CUstream handle, int* status) {
     return CUDA_SUCCESS;
 }
 
-// The graph and its dependencies while a capture is under way are not given out.
+// The double does not return the graph or its dependencies during a capture.
 KV_API CUresult cuStreamGetCaptureInfo_v3(CUstream handle, int* status, uint64_t* id, CUgraph* graph,
                                           const CUgraphNode** nodes, const void** edges, size_t* count) {
     KV_ENTER_STREAM(cuStreamGetCaptureInfo_v3, handle);
@@ -122,7 +122,7 @@ KV_API CUresult cuStreamGetCaptureInfo_v2(CUstream handle, int* status, uint64_t
     return cuStreamGetCaptureInfo_v3(handle, status, id, graph, nodes, nullptr, count);
 }
 
-// Sets the mode of captures that the thread will not begin; only reported back.
+// Sets the thread's capture mode. The double only returns the previous mode.
 KV_API CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
     KV_ENTER(cuThreadExchangeStreamCaptureMode);
     static thread_local int current_mode = 0;
@@ -163,7 +163,8 @@ KV_API CUresult cuGraphInstantiateWithFlags(CUgraphExec* result, CUgraph handle,
     KV_ENTER_DEVICE(cuGraphInstantiateWithFlags);
     const auto graph = state().graphs.find(handle);
     KV_TRY(find_in(graph, *device));
-    // 1 frees on launch and 8 keeps priorities of nodes; upload and launches from the device are not modelled.
+    // Flag 1 frees memory on launch, and flag 8 keeps node priorities; uploads and launches from the device
+    // are not modelled.
     if (result == nullptr || (flags & ~9ull) != 0) return CUDA_ERROR_INVALID_VALUE;
     auto exec = std::make_shared<GraphExec>();
     exec->device = device;

@@ -1,8 +1,9 @@
-// Included by the sources of kernels when the host's compiler compiles them for the double (with KV_DOUBLE).
+// Kernel sources include this file when the host's compiler compiles them for the double (with KV_DOUBLE).
 //
-// Names and meaning are those of CUDA and of the CUDA side of device.cuh. There is no `__shared__`: kernels use
-// kv_shared(). Sources with `#pragma unroll` need -Wno-unknown-pragmas. A thread that spins until another thread
-// writes something never ends: threads of a block run one after the other, from barrier to barrier.
+// The names have the same meaning as in CUDA and in the CUDA part of device.cuh. There is no `__shared__`;
+// kernels use kv_shared(). Sources with `#pragma unroll` need -Wno-unknown-pragmas. A thread that spins until
+// another thread writes never ends, because threads of a block run one after another, from barrier to
+// barrier.
 #pragma once
 
 #include <math.h>
@@ -31,8 +32,8 @@
 #define gridDim (::kvdouble::current->group->grid_size)
 constexpr int warpSize = 32;
 
-// Defines the kernel `name` with the argument `args` of type `Args`, for blocks of at most `threads` threads. Two
-// kernels of the same name do not link.
+// Defines the kernel `name` with the argument `args` of type `Args`, for blocks of at most `threads` threads.
+// Two kernels with the same name cause a link error.
 #define KV_KERNEL(name, Args, threads) KV_KERNEL_EXPANDED(name, Args, threads)
 #define KV_KERNEL_EXPANDED(name, Args, threads)                                                                        \
     static void name(const Args& args);                                                                                \
@@ -138,7 +139,7 @@ T __ldg(const T* address) {
     return *address;
 }
 
-// The approximations of the device are the exact functions here.
+// The device's approximate functions are replaced by the exact ones.
 #define __expf(x) expf(x)
 #define __exp2f(x) exp2f(x)
 #define __exp10f(x) powf(10.0f, x)
@@ -189,7 +190,7 @@ inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst
 inline void __threadfence_block() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 [[noreturn]] inline void __trap() { kvdouble::trap(); }
 
-// The shared memory holds poison from the call to the wait that covers the copy's group.
+// The shared memory contains poison from this call until the wait for the copy's group.
 inline void cp_async16(void* shared, const void* global) { kvdouble::copy_async(shared, global, true); }
 inline void cp_async16_zfill(void* shared, const void* global, bool valid) {
     kvdouble::copy_async(shared, global, valid);

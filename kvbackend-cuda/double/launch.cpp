@@ -1,4 +1,4 @@
-// The entry that launches a kernel.
+// The entry point that launches a kernel.
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
@@ -13,7 +13,7 @@ using namespace kvdouble;
 
 namespace {
 
-// The calling worker's means to run kernels.
+// Returns the calling worker's runner for kernels.
 Runner& my_runner() {
     static thread_local std::unique_ptr<Runner> runner;
     if (runner == nullptr) runner = std::make_unique<Runner>();

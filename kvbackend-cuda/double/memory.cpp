@@ -1,4 +1,4 @@
-// Addresses, pages, poison and accounting of memory.
+// Memory: its addresses, pages, poison and accounting.
 #include "memory.hpp"
 
 #include <fcntl.h>
@@ -36,7 +36,8 @@ bool in_arena(uintptr_t address) {
     return false;
 }
 
-// A file whose bytes are all 0xff; large allocations map it privately, so that only what is written takes memory.
+// Returns a file whose bytes are all 0xff. Large allocations map it privately, so that only written pages
+// take memory.
 int poison_file() {
     static const int file = [] {
         const int made = memfd_create("poison", MFD_CLOEXEC);

@@ -1,8 +1,8 @@
-// The memory of devices and pinned memory of the host: addresses, live allocations, and the bytes in use.
+// Device memory and pinned host memory: addresses, live allocations, and the number of bytes in use.
 //
-// All of it lies in large reserved ranges of addresses that are handed out upwards and never twice. An allocation
-// ends, rounded up to 256 bytes, at an inaccessible page, and another lies before it. Freed memory becomes
-// inaccessible at once.
+// All memory is in large reserved address ranges. Addresses are handed out in ascending order, and never
+// reused. An allocation's end, rounded up to 256 bytes, is at an inaccessible page, and another such page
+// precedes the allocation. Freed memory becomes inaccessible at once.
 #pragma once
 
 #include <string>
@@ -25,7 +25,7 @@ struct Allocation {
     bool free_queued = false;
 };
 
-// Physical memory of cuMemCreate.
+// Physical memory that cuMemCreate has allocated.
 struct Physical {
     Device* device = nullptr;
     size_t size = 0;
@@ -59,7 +59,7 @@ struct Memory {
 
 Memory& memory();
 
-// Where a range of addresses lies.
+// The kind and the owner of the memory at a range of addresses.
 struct Place {
     enum class Kind { pageable, pinned, device, none };
     Kind kind = Kind::none;  // None: memory of the double that is not alive, or not all of the range.
@@ -68,37 +68,39 @@ struct Place {
 };
 Place find_place(uintptr_t address, size_t size);
 
-// Whether a range of device memory may be used by work of the device now: mapped, accessible, reached.
+// Returns whether the device's work may use a range of device memory now: it must be mapped, accessible, and
+// allocated in stream order.
 bool usable(const Device& device, uintptr_t address, size_t size);
 
-// Takes a range of addresses of at least `size` bytes with inaccessible pages around it.
+// Reserves a range of at least `size` addresses, surrounded by inaccessible pages.
 uintptr_t take_addresses(size_t size, size_t alignment);
 
-// Makes memory of this size; fails if the device's memory does not suffice.
+// Allocates memory of this size. Fails if the device does not have enough.
 CUresult allocate(Device& device, Allocation::Kind kind, size_t size, std::shared_ptr<Allocation>& result);
 
-// Gives the pages of an allocation their poison and makes them accessible.
+// Fills an allocation's pages with poison, and makes them accessible.
 void open_pages(const Allocation& allocation);
 
-// Makes the allocation inaccessible and forgets it. Fails if something was written next to it.
+// Makes an allocation inaccessible and removes it. Fails if bytes next to it were overwritten.
 CUresult release(const std::shared_ptr<Allocation>& allocation);
 
-// Returns the allocation that begins at this address, or null.
+// Returns the allocation that starts at this address, or null.
 std::shared_ptr<Allocation> allocation_at(uintptr_t base);
 
-// Makes pages inaccessible and gives back what they held.
+// Makes pages inaccessible, and returns their memory to the system.
 void close_pages(uintptr_t base, size_t size);
 
-// Says what lies at this address, for messages.
+// Describes the memory at an address, for messages.
 std::string describe(const void* address);
 
-// Frees all memory of the device, mapped and pinned memory included.
+// Frees all of the device's memory, including mapped and pinned memory.
 void release_all(Device& device);
 
-// Gives back a physical allocation that is neither mapped nor held.
+// Frees a physical allocation that is neither mapped nor held.
 void drop_physical(Physical& physical);
 
-// Charges memory to a pool; takes from what the pool has kept first. Shrinks to what the pool must keep.
+// Account for a pool's memory: `charge` first takes memory that the pool has kept, and `trim` shrinks the
+// pool to the bytes that it must keep.
 CUresult charge(Pool& pool, size_t size);
 void discharge(Pool& pool, size_t size);
 void trim(Pool& pool, uint64_t keep);

@@ -1,7 +1,7 @@
-// Modules from PTX text, their functions, and attributes of functions.
+// Modules from PTX text, their functions, and the functions' attributes.
 //
-// A function exists if the text has an entry of its name and a kernel of that name is linked in. If the text says
-// how large the entry's argument is, it must be the size of the kernel's.
+// A function exists if the text has an entry with its name and a kernel with that name is linked in. If the
+// text states the size of the entry's argument, this must match the kernel's.
 #include <algorithm>
 #include <cctype>
 #include <cstdio>
@@ -21,7 +21,7 @@ const Kernel*& first_kernel() {
     return first;
 }
 
-// The version of PTX that a driver reads, times ten.
+// Returns the PTX version that a driver accepts, times ten.
 int ptx_version_of(int driver) {
     const int major = driver / 1000, minor = driver % 1000 / 10;
     if (major >= 13) return (major - 4) * 10 + minor;
@@ -29,7 +29,7 @@ int ptx_version_of(int driver) {
     return (major - 4) * 10 + minor;
 }
 
-// Reads the number after a directive, or returns -1. A minor version after a point is the last digit.
+// Returns the number after a directive, or -1 if there is none. With a minor version, its digit is appended.
 int number_after(const std::string& text, const char* directive, bool with_minor) {
     size_t at = text.find(directive);
     if (at == std::string::npos) return -1;
@@ -57,7 +57,7 @@ CUresult check_ptx(const std::string& text) {
 
 bool is_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_' || c == '$'; }
 
-// Finds the entry of this name; `parameters` becomes what stands in its parentheses.
+// Finds the entry with this name, and sets `parameters` to the text in its parentheses.
 bool find_entry(const std::string& text, const std::string& name, std::string& parameters) {
     for (size_t at = text.find(".entry"); at != std::string::npos; at = text.find(".entry", at + 1)) {
         const size_t start = text.find_first_not_of(" \t\r\n", at + 6);
@@ -74,7 +74,8 @@ bool find_entry(const std::string& text, const std::string& name, std::string& p
     return false;
 }
 
-// The bytes of the only parameter, -1 if the text names none, or 0 if there are several or it is no struct.
+// Returns the size of the only parameter in bytes, -1 if there is none, or 0 if there are several or it is
+// not a struct.
 long parameter_bytes(const std::string& parameters) {
     if (parameters.find(".param") == std::string::npos) return -1;
     const size_t open = parameters.find('[');
@@ -102,7 +103,7 @@ CUresult find_function(CUfunction handle, std::shared_ptr<Function>& function) {
     return function == nullptr ? CUDA_ERROR_INVALID_HANDLE : function->device->error;
 }
 
-// How many blocks an SM holds, by threads and shared memory.
+// Computes the number of blocks that fit on an SM, limited by threads and shared memory.
 CUresult occupancy(int* blocks, CUfunction handle, int threads, size_t shared) {
     Call call;
     std::shared_ptr<Function> function;

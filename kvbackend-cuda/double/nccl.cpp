@@ -1,10 +1,10 @@
-// The few entries of NCCL that the backend calls, among the devices of the double. The library is found under NCCL's
-// name by a link.
+// The few NCCL entry points that the backend calls, between the double's devices. A link makes the library
+// available under NCCL's name.
 //
-// Stricter than NCCL: only handles that do not block exist. What was asked for is on the stream only after the state
-// was asked for a few times; a rank that does not ask has an order that is wrong. Ranks that call different
-// collectives are an error on all of them. A destroyed handle waits for all ranks of its group, as NCCL's may.
-// Not modelled: channels, networks, reductions with factors, captures.
+// The double is stricter than NCCL: all handles are non-blocking, and a call's work is on the stream only
+// after the state was queried a few times, so a rank that does not query it gets the wrong order. If ranks
+// call different collectives, all of them get an error. Destroying a handle waits for all ranks of its group,
+// as NCCL may do. Not modelled: channels, networks, reductions with factors, captures.
 #include "nccl.hpp"
 
 #include <algorithm>
@@ -39,7 +39,7 @@ NcclResult warn(NcclResult code, const std::string& text) {
     return code;
 }
 
-// Tells every rank of a group that it has failed.
+// Marks a group as failed for all of its ranks.
 void fail(NcclGroup& group, NcclResult code, const std::string& reason) {
     if (group.error == NCCL_SUCCESS) {
         group.error = code;
@@ -53,7 +53,7 @@ std::shared_ptr<NcclComm> find(NcclComm* handle) {
     return at == ranks().live.end() ? nullptr : at->second;
 }
 
-// --- Calls between ncclGroupStart and ncclGroupEnd, of this thread.
+// --- This thread's calls between ncclGroupStart and ncclGroupEnd.
 
 struct Transfer {
     bool sends;
@@ -89,7 +89,7 @@ Fault careful(Body body) {
     return guarded([](void* argument) { (*static_cast<Body*>(argument))(); }, &body);
 }
 
-// Checks the memory of a rank when its work begins.
+// Checks a rank's memory when its work starts.
 Fault memory_of(const NcclComm& comm, const Piece& piece, size_t from_bytes, size_t to_bytes, const std::string& call) {
     for (const auto& [at, bytes] : {std::pair{piece.from, from_bytes}, std::pair{piece.to, to_bytes}}) {
         if (!readable(*comm.device, at, bytes)) {
@@ -99,7 +99,7 @@ Fault memory_of(const NcclComm& comm, const Piece& piece, size_t from_bytes, siz
     return {};
 }
 
-// Waits for all ranks with the same call; the last one to come does the work of all.
+// Waits until all ranks have made the same call. The last rank to arrive does the work for all ranks.
 template <typename Work>
 Fault meet(const std::shared_ptr<NcclComm>& comm, uint64_t number, const std::string& call, const Piece& piece,
            std::pair<size_t, size_t> bytes, Work work) {
@@ -139,7 +139,7 @@ Fault meet(const std::shared_ptr<NcclComm>& comm, uint64_t number, const std::st
     return finish({});
 }
 
-// Posts what is sent, takes what is received, and waits until all of it has been taken.
+// Posts the sends, completes the receives, and waits until the other ranks have received all sends.
 Fault exchange(const std::shared_ptr<NcclComm>& comm, const std::vector<Transfer>& transfers) {
     std::unique_lock lock(state().lock);
     NcclGroup& group = *comm->group;
@@ -185,7 +185,7 @@ Fault exchange(const std::shared_ptr<NcclComm>& comm, const std::vector<Transfer
         return missing.empty() && std::all_of(sent.begin(), sent.end(), [](const auto& mail) { return mail->taken; });
     };
     state().progress.wait(lock, [&] { return stopped(*comm) || done(); });
-    // Nobody touches the memory of a rank that has aborted.
+    // No other rank may access the memory of a rank that has aborted.
     for (auto& [way, box] : group.mail) {
         std::erase_if(box, [&](const auto& mail) { return std::find(sent.begin(), sent.end(), mail) != sent.end(); });
     }
@@ -227,7 +227,7 @@ void reduce_all(const std::vector<Piece>& pieces, int type, int op) {
     }
 }
 
-// --- What entries check.
+// --- Checks of the entry points.
 
 size_t bytes_of(int type) {
     switch (type) {
@@ -245,7 +245,7 @@ bool one_of_memory(const Device& device, const void* pointer, size_t bytes) {
     return place.kind == Place::Kind::pinned || (place.kind == Place::Kind::device && place.device == &device);
 }
 
-// Finds the handle and the stream of a collective, and whether it may be called now.
+// Finds the handle and the stream of a collective, and checks that it may be called now.
 NcclResult enter(NcclComm* handle, CUstream stream_handle, std::shared_ptr<NcclComm>& comm,
                  std::shared_ptr<Stream>& stream) {
     comm = find(handle);
@@ -263,7 +263,7 @@ NcclResult enter(NcclComm* handle, CUstream stream_handle, std::shared_ptr<NcclC
     return NCCL_SUCCESS;
 }
 
-// Asks for work of a handle.
+// Requests work on a handle.
 NcclResult ask(const std::shared_ptr<NcclComm>& comm, const std::shared_ptr<Stream>& stream,
                std::function<Fault()> work) {
     comm->asked.emplace_back(stream, std::move(work));
@@ -272,7 +272,7 @@ NcclResult ask(const std::shared_ptr<NcclComm>& comm, const std::shared_ptr<Stre
     return NCCL_IN_PROGRESS;
 }
 
-// A collective of all ranks, outside of ncclGroupStart.
+// Starts a collective of all ranks, outside of ncclGroupStart.
 template <typename Work>
 NcclResult collective(NcclComm* handle, CUstream stream_handle, std::string call, const void* from, size_t from_bytes,
                       void* to, size_t to_bytes, Work work) {
@@ -324,7 +324,7 @@ NcclResult transfer(bool sends, const void* pointer, size_t count, int type, int
     return NCCL_SUCCESS;
 }
 
-// Takes a handle away: its work ends or has ended.
+// Removes a handle, whose work has ended or must end.
 void forget(const std::shared_ptr<NcclComm>& comm, NcclComm* handle) {
     ranks().live.erase(handle);
     comm->asked.clear();
@@ -332,7 +332,7 @@ void forget(const std::shared_ptr<NcclComm>& comm, NcclComm* handle) {
     state().progress.notify_all();
 }
 
-// Adds a handle to its group, and tells all ranks if they do not fit.
+// Adds a handle to its group, and fails the group if its ranks do not match.
 void join(const std::shared_ptr<NcclComm>& comm, size_t count) {
     NcclGroup& group = *comm->group;
     if (group.ranks.empty()) group.ranks.resize(count);
@@ -432,7 +432,7 @@ KV_API NcclResult ncclCommInitRankConfig(NcclComm** result, int count, NcclUniqu
     return NCCL_IN_PROGRESS;
 }
 
-// What was asked for goes on its way while the state is asked for.
+// Queries of the state make the requested work progress.
 KV_API NcclResult ncclCommGetAsyncError(NcclComm* handle, NcclResult* code) {
     KV_ENTER(ncclCommGetAsyncError);
     Call call;
@@ -471,7 +471,7 @@ KV_API NcclResult ncclCommDestroy(NcclComm* handle) {
     return NCCL_SUCCESS;
 }
 
-// Other ranks are not told: they wait until they abort too.
+// The other ranks are not notified: they wait until they abort, too.
 KV_API NcclResult ncclCommAbort(NcclComm* handle) {
     KV_ENTER(ncclCommAbort);
     Call call;
@@ -488,7 +488,7 @@ KV_API NcclResult ncclGroupStart() {
     return NCCL_SUCCESS;
 }
 
-// A refused end leaves no group open and no handle.
+// If the end is refused, no group stays open, and no handle is left.
 KV_API NcclResult ncclGroupEnd() {
     CUresult refused = CUDA_SUCCESS;
     const bool is_planned = planned("ncclGroupEnd", refused);

@@ -1,4 +1,5 @@
-// The types and numbers of NCCL's ABI that the double implements, and the objects that its handles refer to.
+// The types and constants of NCCL's ABI that the double implements, and the objects that its handles refer
+// to.
 #pragma once
 
 #include <array>
@@ -23,7 +24,7 @@ struct NcclUniqueId {
     std::array<char, 128> bytes;
 };
 
-// The configuration as far as version 2.18 knows it. `size` says how much of it the caller has.
+// The configuration with the fields of version 2.18. `size` is the size of the caller's struct.
 struct NcclConfig {
     size_t size;
     unsigned magic;
@@ -37,13 +38,13 @@ constexpr unsigned NCCL_MAGIC = 0xcafebeef;
 
 struct NcclComm;
 
-// A range of memory that a rank brings to a meeting or sends.
+// The memory that a rank contributes to a meeting or sends.
 struct Piece {
     uintptr_t from = 0, to = 0;
     size_t bytes = 0;
 };
 
-// A collective of all ranks. Ranks that meet have equal calls.
+// A collective of all ranks. All ranks must make the same call.
 struct Meeting {
     std::string call;
     std::vector<Piece> pieces;  // By rank.
@@ -51,7 +52,7 @@ struct Meeting {
     bool done = false;
 };
 
-// Bytes that a rank sends, until the receiver has taken them.
+// Bytes that a rank sends, kept until the receiver has taken them.
 struct Mail {
     Piece piece;
     bool taken = false;
@@ -73,15 +74,15 @@ struct NcclComm {
     bool aborted = false, finalised = false;
     uint64_t meetings = 0;  // Calls of collectives so far.
     unsigned outstanding = 0;
-    // What was asked for and is not yet on the stream, and the questions until it is.
+    // The requested work that is not yet on its stream, and the number of queries until it is.
     std::vector<std::pair<std::shared_ptr<Stream>, std::function<Fault()>>> asked;
     unsigned questions = 0;
 };
 
-// Number of handles on a device.
+// Returns the number of handles on a device.
 int live_comms(const Device& device);
 
-// Forgets the handles of a device whose context ends.
+// Removes the handles of a device whose context is destroyed.
 void drop_comms(const Device& device);
 
 }  // namespace kvdouble

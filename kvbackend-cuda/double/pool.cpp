@@ -1,7 +1,7 @@
-// Entries of memory pools and stream-ordered allocation.
+// Entry points for memory pools and stream-ordered allocation.
 //
-// An allocation has its address at once and its memory when its stream reaches it; a free takes the memory away
-// when its stream reaches it. What is freed stays reserved by the pool until a wait of the host trims the pool to
+// An allocation gets its address at once, and its memory when its stream reaches the allocation. A free takes
+// effect when its stream reaches it. The pool keeps freed memory until a wait on the host trims the pool to
 // its threshold.
 #include <algorithm>
 #include <utility>
@@ -20,7 +20,7 @@ CUresult find_pool(CUmemoryPool handle, std::shared_ptr<Pool>& pool) {
     return pool == nullptr ? CUDA_ERROR_INVALID_VALUE : pool->device->error;
 }
 
-// Charges the pool. If memory is short, waits for the frees that are queued and tries again.
+// Charges memory to a pool. If there is not enough, waits for the queued frees and tries again.
 CUresult charge_or_wait(Pool& pool, size_t size, std::unique_lock<std::mutex>& lock) {
     const CUresult first = charge(pool, size);
     if (first == CUDA_SUCCESS || pool.frees.empty()) return first;
@@ -51,7 +51,7 @@ CUresult allocate_from(Call& call, Device& device, const std::shared_ptr<Pool>& 
     *result = made->base;
     return submit(stream, 10, [made] {
         std::lock_guard lock(state().lock);
-        // It may have been freed without its stream.
+        // The allocation may have been freed outside of its stream.
         if (allocation_at(made->base) != made) return Fault();
         open_pages(*made);
         made->ready = true;
@@ -73,7 +73,8 @@ KV_API CUresult cuMemAllocFromPoolAsync(CUdeviceptr* result, size_t size, CUmemo
     return allocate_from(call, *device, pool, result, size, handle);
 }
 
-// Only for memory of a pool. A second free of the same memory is refused even before the first one runs.
+// Accepts only memory from a pool. A second free of the same memory is refused even before the first free
+// runs.
 KV_API CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream handle) {
     KV_ENTER(cuMemFreeAsync);
     Call call;
@@ -132,7 +133,7 @@ KV_API CUresult cuMemPoolCreate(CUmemoryPool* result, const CUmemPoolProps* prop
     return CUDA_SUCCESS;
 }
 
-// Copies between devices need no access in the double, so that it is checked and not kept.
+// Copies between devices work without access in the double, so the access is only checked, not stored.
 KV_API CUresult cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc* access, size_t count) {
     KV_ENTER_STARTED(cuMemPoolSetAccess);
     const auto pool = state().pools.find(handle);
@@ -145,7 +146,7 @@ KV_API CUresult cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc* a
     return CUDA_SUCCESS;
 }
 
-// What is allocated lives on; the pool ends with the last of it.
+// The pool's allocations stay valid. The pool is destroyed with the last of them.
 KV_API CUresult cuMemPoolDestroy(CUmemoryPool handle) {
     KV_ENTER_STARTED(cuMemPoolDestroy);
     const auto pool = state().pools.find(handle);

@@ -1,4 +1,4 @@
-// The worker of a stream, and how the host lets it run and waits for it.
+// A stream's worker, and the functions with which the host lets it run and waits for it.
 #include "queue.hpp"
 
 #include <algorithm>
@@ -37,7 +37,7 @@ void work(std::shared_ptr<Stream> stream) {
             lock.lock();
             if (fault.code != CUDA_SUCCESS) lose(device, fault);
         }
-        // What the operation owns is freed without the lock, since it may call back.
+        // The operation's data is freed without the lock, because its destructors may call the double.
         lock.unlock();
         op = Op();
         lock.lock();

@@ -1,8 +1,8 @@
-// Functions that a running thread of a kernel calls: barriers, collectives of a warp, asynchronous copies, traps.
+// Functions that a running kernel thread calls: barriers, warp collectives, asynchronous copies, traps.
 //
-// The collectives of a warp give the scheduler a request and stop; when all lanes of the mask have given one, the
-// scheduler computes the results of all of them and lets them go on. `line` is the source line of the call: lanes
-// that wait at different lines wait at different places.
+// A warp collective passes a request to the scheduler and stops the lane. When all lanes of the mask have
+// passed a request, the scheduler computes the results and resumes the lanes. `line` is the source line of
+// the call: lanes at different lines wait for different collectives.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct Thread {
     const Group* group;
 };
 
-// The thread that the calling worker runs.
+// The kernel thread that the calling worker is running.
 extern __thread const Thread* current __attribute__((tls_model("initial-exec"), visibility("hidden")));
 
 enum class Collective : int { sync, shuffle, ballot, load_matrices, multiply_bf16, multiply_f16 };
@@ -49,21 +49,21 @@ struct Request {
     uint64_t result = 0;
 };
 
-// Waits for all live threads of the block.
+// Waits for all live threads of the block to arrive.
 void block_barrier(int line);
 
-// Waits for the lanes of the request's mask and leaves its result in it.
+// Waits for the lanes of the request's mask, and stores the result in the request.
 void collective(Request& request);
 
-// Remembers a copy of 16 bytes; the shared memory holds poison until the copy's group is waited for.
+// Records a copy of 16 bytes. The shared memory contains poison until the wait for the copy's group.
 void copy_async(void* shared, const void* global, bool valid);
 void commit_copies();
 void wait_copies(unsigned newest);
 
-// Ends the kernel as the trap instruction does.
+// Ends the kernel like the trap instruction.
 [[noreturn]] void trap();
 
-// A kernel of the library, registered by its name when the library is loaded.
+// A kernel in the library, which is registered by its name when the library is loaded.
 struct Kernel {
     const char* name;
     void (*run)(const void* arguments);

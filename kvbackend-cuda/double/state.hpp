@@ -1,8 +1,8 @@
-// All objects of the double, and the lock that guards them.
+// All of the double's objects, and the lock that guards them.
 //
-// Everything here is read and changed under `state().lock`, except by a worker that runs a piece of work. Handles
-// are numbers that are never used twice, so that a stale handle is found. The state is never destroyed, since
-// workers may still wait when the process ends.
+// Everything here may be read and changed only under `state().lock`, except by a worker that runs a piece of
+// work. Handles are numbers that are never reused, so that stale handles are found. The state is never
+// destroyed, because workers may still be waiting when the process ends.
 #pragma once
 
 #include <chrono>
@@ -29,7 +29,7 @@ struct Capture;
 struct Pool;
 struct Allocation;
 
-// A point of a stream: where an event was recorded.
+// The point in a stream at which an event was recorded.
 struct Mark {
     std::shared_ptr<Stream> stream;
     uint64_t number = 0;
@@ -38,7 +38,7 @@ struct Mark {
     unsigned queries = 0;
 };
 
-// A piece of queued work. `work` runs without the lock.
+// A piece of queued work. `work` runs while the lock is not held.
 struct Op {
     enum class Kind { work, record, wait };
     Kind kind = Kind::work;
@@ -73,7 +73,7 @@ struct Event {
     std::vector<size_t> capture_nodes;
 };
 
-// Work of a graph, with the nodes that it follows.
+// A graph node: its work, and the nodes that it follows.
 struct Node {
     int type = 0;  // CU_GRAPH_NODE_TYPE: 0 kernel, 1 memcpy, 2 memset, 3 host.
     std::function<Fault()> work;
@@ -90,7 +90,7 @@ struct GraphExec {
     std::shared_ptr<const std::vector<Node>> nodes;
 };
 
-// A capture under way, shared by the streams that take part.
+// A current capture, shared by the streams that take part.
 struct Capture {
     uint64_t id = 0;
     int mode = 0;  // 0 global, 1 of the thread, 2 relaxed.
@@ -157,7 +157,7 @@ struct Table {
         const auto at = entries.find(handle);
         return at == entries.end() ? nullptr : at->second;
     }
-    // Takes out all objects of the device.
+    // Removes all objects of a device.
     void drop(const Device& device) {
         std::erase_if(entries, [&](const auto& entry) { return entry.second->device == &device; });
     }

@@ -1,4 +1,4 @@
-// Entries about streams. The legacy stream is a plain stream: nothing waits for it or makes it wait implicitly.
+// Entry points for streams. The legacy stream is a plain stream without implicit waits.
 #include <algorithm>
 
 #include "call.hpp"
@@ -32,7 +32,7 @@ KV_API CUresult cuStreamCreate(CUstream* result, unsigned flags) {
     return create(result, flags, 0);
 }
 
-// Queued work still runs; a capture that the stream takes part in becomes invalid.
+// Queued work still runs. A capture in which the stream takes part becomes invalid.
 KV_API CUresult cuStreamDestroy_v2(CUstream handle) {
     KV_ENTER_STARTED(cuStreamDestroy_v2);
     auto stream = state().streams.find(handle);
@@ -86,7 +86,7 @@ KV_API CUresult cuStreamGetFlags(CUstream handle, unsigned* flags) {
     return CUDA_SUCCESS;
 }
 
-// The event may be of another device. A stream that waits for an event of a capture joins the capture.
+// The event may belong to another device. A stream that waits for an event of a capture joins the capture.
 KV_API CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned flags) {
     KV_ENTER_STREAM(cuStreamWaitEvent, handle);
     const auto event = state().events.find(event_handle);
@@ -119,7 +119,7 @@ KV_API CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigne
     return CUDA_SUCCESS;
 }
 
-// The function runs on the stream's worker, and not at all once the device is lost.
+// The function runs on the stream's worker. It does not run if the device is lost.
 KV_API CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* argument) {
     KV_ENTER_STREAM(cuLaunchHostFunc, handle);
     if (function == nullptr) return CUDA_ERROR_INVALID_VALUE;

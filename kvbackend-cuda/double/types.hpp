@@ -1,4 +1,4 @@
-// The types, constants and error codes of the driver API that the double implements, as its ABI lays them out.
+// The driver API's types, constants and error codes that the double implements, with the layout of its ABI.
 #pragma once
 
 #include <cstddef>
@@ -90,5 +90,5 @@ enum : CUresult {
     CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD = 908,
 };
 
-// Entries of the library; all else is hidden.
+// Exports an entry point of the library. All other symbols are hidden.
 #define KV_API extern "C" __attribute__((visibility("default")))

@@ -1,6 +1,7 @@
-// Entries of virtual memory: reserved ranges of addresses, physical memory, mappings and access.
+// Entry points for virtual memory: reserved address ranges, physical memory, mappings and access.
 //
-// Physical memory lies in one file per device, so that what is unmapped and mapped elsewhere keeps its content.
+// A device's physical memory is in one file, so that memory that is unmapped and mapped elsewhere keeps its
+// contents.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -28,7 +29,7 @@ bool poison(int file, uint64_t offset, size_t size) {
     return true;
 }
 
-// The reservation that holds all of the range, or null.
+// Returns the reservation that contains the whole range, or null.
 const Reservation* reservation_of(CUdeviceptr pointer, size_t size) {
     auto& all = memory().reservations;
     auto after = all.upper_bound(pointer);
@@ -37,7 +38,7 @@ const Reservation* reservation_of(CUdeviceptr pointer, size_t size) {
     return pointer - found.base < found.size && size <= found.size - (pointer - found.base) ? &found : nullptr;
 }
 
-// The mappings that make up exactly this range, or none.
+// Returns the mappings that cover exactly this range, or an empty list if there are none.
 std::vector<Mapping*> mappings_of(CUdeviceptr pointer, size_t size) {
     auto& all = memory().mappings;
     std::vector<Mapping*> found;
@@ -117,7 +118,7 @@ KV_API CUresult cuMemCreate(CUmemGenericAllocationHandle* result, size_t size, c
     return CUDA_SUCCESS;
 }
 
-// The memory itself is given back when it is neither held nor mapped.
+// The memory itself is freed when it is neither held nor mapped.
 KV_API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     KV_ENTER(cuMemRelease);
     Call call;
@@ -159,7 +160,7 @@ KV_API CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t offset, CUmemG
     return CUDA_SUCCESS;
 }
 
-// The range is one or more whole mappings.
+// The range must consist of one or more whole mappings.
 KV_API CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
     KV_ENTER(cuMemUnmap);
     Call call;
@@ -178,7 +179,7 @@ KV_API CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
     return health;
 }
 
-// The range is one or more whole mappings. Access is given to the device that the memory belongs to.
+// The range must consist of one or more whole mappings. Only the device that owns the memory can get access.
 KV_API CUresult cuMemSetAccess(CUdeviceptr pointer, size_t size, const CUmemAccessDesc* descriptions, size_t count) {
     KV_ENTER_DEVICE(cuMemSetAccess);
     if (descriptions == nullptr || count == 0) return CUDA_ERROR_INVALID_VALUE;

@@ -1,23 +1,23 @@
-// Shared by the attention kernels: their argument, the records of a plan, places of rows, rotations, results.
+// Shared by the attention kernels: their argument, a plan's records, row addresses, rotations, results.
 //
-// A task is a tile of query rows of one entry and some runs of tokens that they see. A block works on one
-// task, for one unit of query heads that share a K head and a V head: `rows * unit_heads` queries, which read
-// each tile of keys and values once. If a tile has only one task, that task writes the output itself. Other
-// tasks leave a part, an open softmax, which `attend_merge.cu` closes.
+// A task is a tile of query rows of one entry, with some runs of tokens that these rows see. A block works on
+// one task, for one unit of query heads that share a K head and a V head. These `rows * unit_heads` queries
+// read each tile of keys and values once. If a tile has only one task, that task writes the output directly.
+// Other tasks write a part, an unnormalised softmax; `attend_merge.cu` merges the parts.
 //
 // The structs match src/kernels/attend/args.rs and records.rs.
 #pragma once
 
 #include "element.cuh"
 
-// Threads per block, and warps per block.
+// The numbers of threads and of warps per block.
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// K or V of one layer, in bytes: the address, the strides of a block, a token and a head, and the same for
-// its scales.
+// K or V of one layer, in bytes: the address, the strides of a block, a token and a head, and the same four
+// values for its scales.
 struct AttendPlane {
     uint64_t at;
     int64_t block, token, head;
@@ -33,36 +33,36 @@ struct AttendRows {
 
 struct AttendArgs {
     AttendPlane k, v;
-    // The latent queries and the log-sum-exps have address 0 if there are none.
+    // Latent queries and log-sum-exps have address 0 if there are none.
     AttendRows q, latent, out, lse;
-    // Addresses of the plan's records.
+    // The addresses of the plan's records.
     uint64_t rows, segments, tables, runs, tasks;
-    // Parts: (largest logit, sum) for each row and head of a part, and its weighted sum of values.
+    // The parts: (largest logit, sum) for each row and head, and the weighted sums of values.
     uint64_t sums, values;
-    // Cosine and sine of each position and pair.
+    // The cosine and sine for each position and pair.
     uint64_t angles;
     int64_t window;
     float scale;
-    // 0 if there is no cap.
+    // The soft cap of logits, or 0 if there is none.
     float softcap;
     // The rotary embedding's attention factor.
     float factor;
-    // Number of rotated pairs, 0 if nothing is rotated.
+    // The number of rotated pairs, or 0 if nothing is rotated.
     int32_t pairs;
     int32_t interleaved;
     // Whether keys are rotated when they are read.
     int32_t unrotated;
     int32_t kind, q_kind, latent_kind, out_kind;
     int32_t k_dim, v_dim;
-    // Number of elements that share a scale.
+    // The number of elements that share a scale.
     int32_t k_group, v_group;
     int32_t block_size;
     int32_t heads, k_heads, v_heads;
     int32_t unit_heads, units;
-    // Number of terms that queries and latent queries are split into, for tensor cores.
+    // The numbers of terms that queries and latent queries are split into for tensor cores.
     int32_t q_terms, latent_terms;
-    // Plain kernel: tokens per tile, number of groups of four queries (1, 2 or 4), blocks that share a task's
-    // columns, and whether eight elements of keys (1) and of values (2) may be read at once.
+    // For the plain kernel: tokens per tile, groups of four queries (1, 2 or 4), blocks that share a task's
+    // columns, and flags for reading eight elements of keys (1) and of values (2) at once.
     int32_t tile, quads, columns;
     int32_t eights;
 };
@@ -74,29 +74,29 @@ struct RowRecord {
 
 struct SegmentRecord {
     int64_t logical_start;
-    // Position at which token 0 is used.
+    // The position at which token 0 is used.
     int64_t position;
     uint32_t len;
     uint32_t pad;
 };
 
-// Tokens `first..end` of a segment, or of a list of selected tokens.
+// The tokens `first..end` of a segment or of a list of selected tokens.
 struct RunRecord {
     uint32_t segment, first, end;
-    // Place in the tables of the segment's blocks, or of the list, which contains pairs of block and token.
+    // The offset in the tables of the segment's blocks, or of a list of pairs of block and token.
     uint32_t table;
-    // Position and scale of the segment.
+    // The segment's position offset and logit scale.
     int64_t offset;
     float logit_scale;
     uint32_t listed;
 };
 
 struct TaskRecord {
-    // First row and number of rows, first run and number of runs.
+    // The first row, the number of rows, the first run and the number of runs.
     uint32_t row, rows, run, runs;
-    // First part, counted in rows of all heads. DIRECT if the task writes the output itself.
+    // The first part, counted in rows of all heads, or DIRECT if the task writes the output directly.
     uint32_t part;
-    // Factor on the log-sum-exp that a task writes itself.
+    // The factor for the log-sum-exp, if the task writes it directly.
     float lse_scale;
 };
 static_assert(sizeof(RowRecord) == 16 && sizeof(SegmentRecord) == 24 && sizeof(RunRecord) == 32 &&
@@ -104,7 +104,7 @@ static_assert(sizeof(RowRecord) == 16 && sizeof(SegmentRecord) == 24 && sizeof(R
               "as records.rs has it");
 
 constexpr uint32_t DIRECT = 0xffffffffu;
-// The row count of a task, or the row of a merge, that a captured plan has room for but does not use.
+// The row count of an unused task, or the row of an unused merge, in the room of a captured plan.
 constexpr uint32_t ABSENT = 0xffffffffu;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -114,12 +114,12 @@ __device__ __forceinline__ const T* records(uint64_t address) {
     return reinterpret_cast<const T*>(address);
 }
 
-// The work of a block.
+// The work of a thread block.
 struct AttendUnit {
     TaskRecord task;
-    // First query head, and the heads of K and V that all its heads read.
+    // The first query head, and the K and V heads that all of the block's heads read.
     int head, k_head, v_head;
-    // Number of queries: rows times heads. Query `i` is row `i / unit_heads` and head `head + i % unit_heads`.
+    // Number of queries, rows times heads. Query `i` is row `i / unit_heads`, head `head + i % unit_heads`.
     int queries;
 };
 
@@ -133,8 +133,8 @@ __device__ __forceinline__ AttendUnit unit_of(const AttendArgs& args, uint32_t b
     return unit;
 }
 
-// A tile of tokens: the index of its run in the task, its first token, the end of the run and the place of
-// its tokens. Advances through the task's runs.
+// A tile of tokens: the index of its run in the task, its first token, the run's end, and the offset of the
+// run's token list. A walk advances through all of the task's runs.
 struct Walk {
     uint32_t number, start, end, table;
     bool listed, more;
@@ -163,7 +163,7 @@ struct Walk {
     }
 };
 
-// A token's block, its place in the block, and its index in the segment.
+// A token's block, its index in the block, and its index in the segment.
 struct Place {
     int64_t block;
     uint32_t token, number;
@@ -189,7 +189,7 @@ __device__ __forceinline__ const unsigned char* scales_of(const AttendPlane& pla
                                                   place.token * plane.scale_token + head * plane.scale_head);
 }
 
-// Scale `i` of a row whose scales begin at `scales`.
+// Returns scale `i` of a row whose scales start at `scales`.
 __device__ __forceinline__ float scale_at(int kind, const unsigned char* scales, int i) {
     if (kind == I8 || kind == I4) return f16_to_f32(reinterpret_cast<const uint16_t*>(scales)[i]);
     if (kind == E4M3 || kind == E5M2) return *reinterpret_cast<const float*>(scales);
@@ -203,7 +203,7 @@ __device__ __forceinline__ unsigned char* query_of(const AttendArgs& args, const
                                             (unit.head + query % args.unit_heads) * rows.head);
 }
 
-// The tokens of a run that a query sees, as first and end. A list contains only tokens that are seen.
+// Returns the first and the end of the run's tokens that a query sees. It sees every token of a list.
 __device__ __forceinline__ int2 seen_by(const AttendArgs& args, const AttendUnit& unit, const RunRecord& run,
                                         int query) {
     if (query >= unit.queries) return make_int2(0, 0);
@@ -217,13 +217,13 @@ __device__ __forceinline__ int2 seen_by(const AttendArgs& args, const AttendUnit
     return make_int2(static_cast<int>(first), static_cast<int>(end));
 }
 
-// The position to which a query is rotated for a segment at an offset.
+// Returns the position to which a query is rotated for a segment at an offset.
 __device__ __forceinline__ int64_t turn_of(const AttendArgs& args, const AttendUnit& unit, int64_t offset, int query) {
     const int64_t position = records<RowRecord>(args.rows)[unit.task.row + query / args.unit_heads].position;
     return args.unrotated ? position : position - offset;
 }
 
-// Both elements of pair `i`, rotated by the angle of a position.
+// Returns both elements of pair `i`, rotated by the angle of a position.
 __device__ __forceinline__ float2 turned(const AttendArgs& args, float2 x, int64_t position, int i) {
     const int64_t distance = position < 0 ? -position : position;
     const float2 angle = records<float2>(args.angles)[distance * args.pairs + i];
@@ -231,12 +231,12 @@ __device__ __forceinline__ float2 turned(const AttendArgs& args, float2 x, int64
     return make_float2((x.x * angle.x - x.y * sine) * args.factor, (x.x * sine + x.y * angle.x) * args.factor);
 }
 
-// The two elements of pair `i`.
+// Returns the indices of the two elements of pair `i`.
 __device__ __forceinline__ int2 pair_of(const AttendArgs& args, int i) {
     return args.interleaved ? make_int2(2 * i, 2 * i + 1) : make_int2(i, i + args.pairs);
 }
 
-// Element `i` of a row in f32, f16 or bf16.
+// Returns element `i` of a row in f32, f16 or bf16.
 __device__ __forceinline__ float dense_at(int kind, const unsigned char* row, int i) {
     if (kind == F32) return load1<F32>(row, i);
     const uint16_t bits = reinterpret_cast<const uint16_t*>(row)[i];
@@ -264,26 +264,26 @@ __device__ __forceinline__ void write_two(int kind, unsigned char* row, int i, f
     }
 }
 
-// A logit under a soft cap. The hyperbolic tangent is computed by its definition: it is off by 2^-24 of its
-// largest value, 1, which is as precise as the logit itself, whose size is about the cap.
+// Returns a logit with its soft cap. The hyperbolic tangent is computed by its definition, with an error of
+// 2^-24 of its largest value, 1. This is as precise as the logit itself, whose magnitude is about the cap.
 __device__ __forceinline__ float capped(float logit, float cap) {
     const float shrink = exp2f(fabsf(logit / cap) * (-2.0f * LOG2_E));
     return copysignf(cap * ((1.0f - shrink) / (1.0f + shrink)), logit);
 }
 
-// The number that logits are compared with: the largest logit, or 0 if there is none.
+// Returns the reference for the exponents: the largest logit, or 0 if there is none.
 __device__ __forceinline__ float reference(float high) { return high == minus_infinity() ? 0.0f : high; }
 
-// Whether an f32 value is NaN or infinite.
+// Returns whether an f32 value is NaN or infinite.
 __device__ __forceinline__ bool spoiled(float x) { return (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u; }
 
-// A query's place in the parts.
+// Returns the index of a query among the parts.
 __device__ __forceinline__ int64_t part_of(const AttendArgs& args, const AttendUnit& unit, int query) {
     const int64_t row = static_cast<int64_t>(unit.task.part) + query / args.unit_heads;
     return row * args.heads + unit.head + query % args.unit_heads;
 }
 
-// Writes the values that belong to a query but to no column: the largest logit and the sum of a part, or the
+// Writes a query's values that belong to no column: a part's largest logit and sum, or the
 // log-sum-exp.
 __device__ __forceinline__ void finish_sum(const AttendArgs& args, const AttendUnit& unit, int query, float high,
                                            float sum) {

@@ -1,5 +1,5 @@
-// Attention on tensor cores over pools of int8, int4 and fp8 codes. The names of the entries contain the
-// maximum number of queries per block and of value columns.
+// Attention on tensor cores over pools of int8, int4 and fp8 codes. The entries' names contain the maximum
+// numbers of queries per block and of value columns.
 #include "attend_mma.cuh"
 
 KV_KERNEL(attend_codes_q16_v256, AttendArgs, THREADS) { attend_mma<BF16, true, false, 1, 2, 4>(args); }

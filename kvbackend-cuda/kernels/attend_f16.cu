@@ -1,5 +1,5 @@
-// Attention on tensor cores over f16 pools. The names of the entries contain the maximum number of queries
-// per block and of value columns.
+// Attention on tensor cores over f16 pools. The entries' names contain the maximum numbers of queries per
+// block and of value columns.
 #include "attend_mma.cuh"
 
 KV_KERNEL(attend_f16_q16_v256, AttendArgs, THREADS) { attend_mma<F16, false, false, 1, 2, 4>(args); }

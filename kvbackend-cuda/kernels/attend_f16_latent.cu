@@ -1,4 +1,4 @@
-// Attention on tensor cores over f16 latents, and over values of 257 to 512 columns. The names of the entries
+// Attention on tensor cores over f16 latents, and over values of 257 to 512 columns. The entries' names
 // contain the maximum number of queries per block.
 #include "attend_mma.cuh"
 

@@ -1,18 +1,18 @@
-// The second half of attention: closes the softmax of each row and head over its parts, first within each merge
-// group, then over the groups by their scaled log-sum-exps. A block works on one row and head; its warps share the
-// parts.
+// The second half of attention: merges the parts of each row and head and normalises the softmax, first
+// within each merge group, then across the groups by their scaled log-sum-exps. A block handles one row and
+// head; its warps share the parts.
 #include "attend.cuh"
 
 struct MergeArgs {
     AttendRows out, lse;
     uint64_t sums, values;
-    // Records of the rows and of each row's groups, lists of parts, and the groups' factors.
+    // Addresses of the row records, the groups' ranges, the part lists, and the groups' factors.
     uint64_t rows, ranges, lists, groups;
     int32_t count, heads, v_dim, out_kind;
 };
 static_assert(sizeof(MergeArgs) == 112, "as merge.rs has it");
 
-// An output row: its index, the first of its parts in the lists, and its groups.
+// An output row: its index, the offset of its part list, and its groups.
 struct MergedRow {
     uint32_t row, list, range, ranges;
 };
@@ -22,7 +22,7 @@ struct GroupRange {
     uint32_t begin, end, group, pad;
 };
 
-// Columns that a block adds up at once: four per lane.
+// The number of columns that a block sums at once: four per lane.
 constexpr int COLUMNS = 128;
 
 struct MergeShared {
@@ -31,7 +31,7 @@ struct MergeShared {
     float sums[WARPS][COLUMNS];
 };
 
-// Largest logit and sum.
+// The largest logit, and the sum of exponentials.
 struct OpenSum {
     float high, sum;
 };
@@ -40,7 +40,7 @@ __device__ __forceinline__ float scaled(const OpenSum& part, float high) {
     return part.sum == 0.0f ? 0.0f : part.sum * exp2f((part.high - high) * LOG2_E);
 }
 
-// Adds up two sums. A NaN is not empty.
+// Adds two sums. A sum that is NaN is not empty.
 __device__ __forceinline__ OpenSum joined(const OpenSum& a, const OpenSum& b) {
     const float high = fmaxf(a.high, b.high), against = reference(high);
     return {high, scaled(a, against) + scaled(b, against)};
@@ -58,7 +58,7 @@ struct MergeRow {
         return {sum.x, sum.y};
     }
 
-    // Adds up a group's parts. Each warp does this for itself.
+    // Sums a group's parts. Each warp computes the same sum.
     __device__ __forceinline__ OpenSum group(const GroupRange& range) const {
         OpenSum all{minus_infinity(), 0.0f};
         for (uint32_t i = range.begin + threadIdx.x % 32; i < range.end; i += 32) all = joined(all, part(i));
@@ -86,12 +86,12 @@ KV_KERNEL(attend_merge, MergeArgs, THREADS) {
     const GroupRange* ranges = records<GroupRange>(args.ranges) + row.range;
     const float* factors = records<float>(args.groups);
 
-    // The softmax over the groups, each of which counts as one logit.
+    // The softmax over the groups, where each group counts as one logit.
     OpenSum all{minus_infinity(), 0.0f}, group{minus_infinity(), 0.0f};
     for (uint32_t i = 0; i < row.ranges; i++) {
         group = parts.group(ranges[i]);
         const float lse = lse_of(group) * factors[ranges[i].group];
-        // The difference is 0, or NaN if the logit is not finite.
+        // The difference is 0, or NaN if the log-sum-exp is not finite.
         if (group.sum != 0.0f && lse != minus_infinity()) all = joined(all, OpenSum{lse, 1.0f + (lse - lse)});
     }
     if (args.lse.at != 0 && thread == 0) {

@@ -1,25 +1,25 @@
 // Attention on tensor cores, for bf16 or f16 pools, and for codes that are widened to bf16 in shared memory.
 //
-// A block works on 16 to 64 queries over tiles of 64 (or 32) tokens. Each of its four warps computes the
-// logits of all queries for a quarter of the tile's tokens. The weights go through shared memory. Each warp
-// then adds the weighted values of all tokens to a quarter of the columns, which it holds in registers. So a
-// warp loads each fragment of keys and values once for all queries, and latents of 512 columns fit in
-// registers.
+// A block processes 16 to 64 queries with tiles of 64 (or 32) tokens. Each of its four warps computes the
+// logits of all queries for a quarter of the tile's tokens, and shares the weights through shared memory.
+// Each warp then adds the weighted values of all tokens to a quarter of the columns, which it keeps in
+// registers. Thus a warp loads each fragment of keys and values only once for all queries, and latents of 512
+// columns fit in registers.
 //
-// Dense tiles arrive by asynchronous copies: the next tile's keys while weights are computed and applied,
+// Asynchronous copies load dense tiles: the next tile's keys while weights are computed and applied, and
 // values while logits are computed. Latents are also part of the logits, so the whole next tile is copied
-// while the current one is used. The same goes for codes, which are widened when their turn comes. Their
-// scales multiply a group's partial products (keys) and weights (values), so nothing is rounded. Places and
-// scales are read before the products that hide the wait.
+// while the current one is used. The same applies to codes, which are widened just before use. Their scales
+// multiply a group's partial products (keys) and weights (values), so nothing is rounded. Addresses and
+// scales are read before the products that hide the latency.
 //
 // Weights are split into two terms, in the same way as queries (attend_query.cuh). f16 terms are scaled by
-// 2^15, so the terms of small weights keep their bits.
+// 2^15, so that the terms of small weights keep their bits.
 #pragma once
 
 #include "attend_tile.cuh"
 
-// Adds the weighted values of a tile in which some query does not see some token and some value is not
-// finite. Weights of 0 must not meet such values, because matrix instructions would multiply them.
+// Adds the weighted values of a tile that has non-finite values and tokens that some query does not see. Such
+// values must be skipped if their weight is 0, because matrix instructions would multiply them.
 template <int TYPE, bool CODES, int MT, int NP, int TN, int ROW, int PLANE>
 __device__ __forceinline__ void add_guarded(float (&out)[MT][NP][2][4], const unsigned char* weights,
                                             const unsigned char* values, int value_row, const float* scales, int groups,
@@ -67,7 +67,7 @@ __device__ __forceinline__ void add_guarded(float (&out)[MT][NP][2][4], const un
     }
 }
 
-// Marks a tile in which some value is not finite.
+// Sets the flag if some value of a tile is not finite.
 template <int TYPE, bool CODES, int TN>
 __device__ __forceinline__ void find_spoiled(const unsigned char* values, int value_row, int dim, const float* scales,
                                              int groups, int tile, int* flag) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void find_spoiled(const unsigned char* values, int va
     if (found) *flag = tile;
 }
 
-// The kernel for matrices of type TYPE, 16 * MT queries, tiles of 32 * NT tokens, and values of at most 64 * NP
+// The kernel for matrices of type TYPE, 16 * MT queries, tiles of 32 * NT tokens, and at most 64 * NP value
 // columns.
 template <int TYPE, bool CODES, bool LATENT, int MT, int NT, int NP>
 __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
@@ -91,16 +91,16 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
     constexpr int ROW = Shared::WEIGHT_ROW, PLANE = Shared::WEIGHT_PLANE, SIDES = Shared::SIDES;
     // Whether the whole next tile is copied while the current one is used.
     constexpr bool AHEAD = CODES || LATENT;
-    // Scale of the weights: see above.
+    // The scale of the weights; see the start of this file.
     constexpr float WEIGHT = TYPE == F16 ? 32768.0f : 1.0f;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const Shared shared(args);
     const AttendUnit unit = unit_of(args, blockIdx.x);
     if (unit.task.rows == ABSENT) return;
     const TaskRecord& task = unit.task;
-    // Groups of sixteen queries that are not padding.
+    // The number of groups of sixteen queries that are not only padding.
     const int tiles = (unit.queries + 15) / 16;
-    // Pairs of eight columns that this warp adds up.
+    // The pairs of eight columns that this warp computes.
     const int all_pairs = shared.v_pad / 16, most = (all_pairs + WARPS - 1) / WARPS, first_pair = warp * most;
     const int pairs = min(most, max(all_pairs - first_pair, 0));
 
@@ -110,14 +110,14 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
 #pragma unroll
     for (int m = 0; m < MT; m++) high[m][0] = high[m][1] = minus_infinity();
 
-    // The current tile, the next one, which is being copied, and the one after that, which is being looked
+    // The current tile, the next tile, which is being copied, and the tile after that, which is being looked
     // up.
     Walk now, next, later;
     now.begin(args, task);
     next = now;
     next.advance(args, task, TN);
     later = next;
-    // The run whose limits are loaded, and the offset for which queries are loaded.
+    // The run whose limits are loaded, and the position offset for which queries are loaded.
     uint32_t loaded_run = ~0u;
     int64_t loaded_offset = 0;
     float factor = 0.0f;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
             copy_rows<TN>(values_of(buffer), shared.value_row, places, args.v_dim / 8, args.v.at);
         }
     };
-    // Scales of the next tile, held in registers.
+    // The next tile's scales, held in registers.
     float key_scales[CODES ? HELD_SCALES : 1], value_scales[CODES ? HELD_SCALES : 1];
     const auto read_all_scales = [&](int buffer) {
         if constexpr (CODES) {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         const int buffer = tile & 1;
         unsigned char *const keys = keys_of(buffer), *const values = values_of(buffer);
         if (now.number != loaded_run) {
-            // No warp still reads the previous run's queries or limits.
+            // At this point, no warp still reads the previous run's queries or limits.
             const RunRecord run = records<RunRecord>(args.runs)[task.run + now.number];
             const int64_t offset = args.pairs == 0 ? 0 : run.offset;
             if (loaded_run == ~0u || offset != loaded_offset) {
@@ -196,7 +196,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         }
         cp_async_wait<0>();
         __syncthreads();
-        // The keys have arrived, and no thread still reads the previous tile's values and weights.
+        // Now the keys have arrived, and no thread still reads the previous tile's values and weights.
         if constexpr (CODES) {
             widen<TN>(args.kind, keys, shared.key_row, shared.raw_keys, shared.raw_key_row, args.k_dim);
             widen<TN>(args.kind, values, shared.value_row, shared.raw_values, shared.raw_value_row, args.v_dim);
@@ -225,7 +225,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         }
         if constexpr (LATENT) {
             if (shared.latents.terms == 0) {
-                // Wide values without latents.
+                // Nothing to add: the values are wide, but there are no latents.
             } else if constexpr (CODES) {
                 multiply_codes<MT, NT>(logits, shared.latents, values, shared.value_row, shared.v_pad / 16,
                                        shared.value_scales + buffer * TN * shared.v_groups, shared.v_groups,
@@ -237,7 +237,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         put_places<SIDES, TN>(args, unit, later, place, places_of(AHEAD ? buffer : buffer ^ 1));
         if (AHEAD && next.more) put_all_scales(buffer ^ 1);
 
-        // Logits with their factors, and the largest one of each query. Tokens that a query does not see get
+        // Scales the logits, and finds the largest logit of each query. Tokens that a query does not see get
         // minus infinity.
         const uint32_t first_token = now.start + 8 * NT * warp + 2 * (lane % 4);
         bool in_part = false;
@@ -272,12 +272,12 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         if (in_part) shared.flags[0] = tile;
         __syncthreads();
         if constexpr (!AHEAD) {
-            // No thread still reads the keys.
+            // At this point, no thread still reads the keys.
             if (next.more) copy_keys(buffer ^ 1);
             cp_async_commit();
         }
 
-        // Weights, and the sums rescaled to the new largest logits.
+        // Computes the weights, and rescales the sums to the new largest logits.
 #pragma unroll
         for (int m = 0; m < MT; m++) {
             if (MT > 1 && m >= tiles) break;
@@ -317,7 +317,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         if constexpr (!AHEAD) cp_async_wait<1>();
         __syncthreads();
 
-        // Weighted values.
+        // Adds the weighted values.
         const float* scales = shared.value_scales + (CODES ? buffer * TN * shared.v_groups : 0);
         const bool checked = shared.flags[0] == tile;
         if (checked) {
@@ -381,7 +381,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
     }
     cp_async_wait<0>();
 
-    // Sums over all tokens, and results.
+    // Computes the sums over all tokens, and the results.
 #pragma unroll
     for (int m = 0; m < MT; m++) {
         if (MT > 1 && m >= tiles) break;

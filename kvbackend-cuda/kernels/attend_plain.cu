@@ -1,33 +1,33 @@
 // Attention in f32 arithmetic, for every format and every shape.
 //
-// A block works on up to 16 queries over tiles of up to 32 tokens, which are in shared memory as f32. A
+// A block processes up to 16 queries with tiles of up to 32 tokens, which are in shared memory as f32. A
 // thread computes the logits of four queries and one token, over all elements of a key or, if there are few
-// queries, over a share of them; a warp computes a query's weights; a thread adds up the weighted values of
-// some columns for all queries. Values with more columns than registers can hold take several blocks, each
-// with the same weights.
+// queries, over a share of them. A warp computes a query's weights. A thread sums the weighted values of some
+// columns for all queries. If there are more value columns than fit in registers, several blocks share them
+// and compute the same weights.
 #include "attend.cuh"
 
 constexpr int TOKENS = 32, QUERIES = 16;
-// Stride between the weights of two tokens, in floats.
+// The stride between the weights of two tokens, in floats.
 constexpr int WEIGHT_ROW = QUERIES + 4;
 
-// Number of groups of four floats per row in shared memory. It is odd, so rows start in different banks.
+// Returns the number of groups of four floats per row. It is odd, so that rows start in different banks.
 __device__ __forceinline__ int fours_of(int dim) { return (dim + 3) / 4 | 1; }
 
 struct PlainShared {
-    // Queries in groups of four, indexed by element and group.
+    // The queries in groups of four, indexed by element and group.
     float4 *queries, *latents;
     float *keys, *values;
-    // Shares of logits, indexed by warp, query of the warp's four, and token.
+    // Shares of logits, indexed by warp, by query within the warp's four, and by token.
     float* logits;
     float* weights;
     float* shrink;
-    // Rows of two tiles: addresses of keys, values and both scales, and numbers of tokens.
+    // The rows of two tiles: addresses of keys, values and both scales, and the tokens' indices.
     uint64_t* places;
     uint32_t* numbers;
     int2* seen;
-    // Index of the last tile that some query sees only in part, and of the last with values that are not
-    // finite.
+    // The index of the last tile that some query sees only in part, and of the last tile that has non-finite
+    // values.
     int* flags;
 
     __device__ __forceinline__ explicit PlainShared(const AttendArgs& args) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void find_rows(const AttendArgs& args, const AttendUn
     numbers[i] = place.number;
 }
 
-// Loads rows to shared memory. Returns whether an element that this thread loaded is not finite.
+// Loads rows into shared memory. Returns whether an element that this thread loaded is not finite.
 template <int KIND>
 __device__ __forceinline__ bool load_rows(float* to, const uint64_t* places, const uint64_t* scales, int tokens,
                                           int dim, int group, bool eights) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ bool load_rows(int kind, float* to, const uint64_t* p
     }
 }
 
-// Rotates the keys of a tile to the positions at which they are used.
+// Rotates a tile's keys to the positions at which they are used.
 __device__ __forceinline__ void turn_keys(const AttendArgs& args, float* keys, const uint32_t* numbers, int tokens,
                                           int64_t position) {
     const int row = 4 * fours_of(args.k_dim);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void turn_keys(const AttendArgs& args, float* keys, c
     }
 }
 
-// Loads queries or their latent parts unchanged. Padding is zero.
+// Loads queries or latent queries unchanged. Padding is set to zero.
 __device__ __forceinline__ void load_fours(const AttendArgs& args, const AttendUnit& unit, const AttendRows& rows,
                                            int kind, int dim, float4* to) {
     float* flat = reinterpret_cast<float*>(to);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void turn_queries(const AttendArgs& args, const Atten
     }
 }
 
-// Adds the products of four queries and a token's row, over every `shares`-th four of elements.
+// Adds the products of four queries with a token's row, over every `shares`-th group of four elements.
 __device__ __forceinline__ void multiply(float (&sums)[4], const float4* queries, int quads, int quad, const float* row,
                                          int fours, int share, int shares) {
     const float4* tile = reinterpret_cast<const float4*>(row);
@@ -175,7 +175,7 @@ __device__ __forceinline__ float over_warp(float x, bool largest) {
     return x;
 }
 
-// The kernel for blocks of at most 128 * COLUMNS columns of values.
+// The kernel for at most 128 * COLUMNS value columns per block.
 template <int COLUMNS>
 __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -189,12 +189,12 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
     const bool latent = args.latent.at != 0;
 
     float out[COLUMNS][QUERIES] = {};
-    // For the queries whose weights this warp computes: the largest logit, and this lane's sum of weights.
+    // For each query whose weights this warp computes: the largest logit, and this lane's sum of weights.
     float high[4], sum[4] = {};
 #pragma unroll
     for (int j = 0; j < 4; j++) high[j] = minus_infinity();
 
-    // The rest of each row, which no load writes, is zero.
+    // Zeroes the end of each row, which no load writes.
     for (int i = thread; i < args.tile * (k_row - args.k_dim); i += THREADS) {
         const int width = k_row - args.k_dim;
         shared.keys[i / width * k_row + args.k_dim + i % width] = 0.0f;
@@ -206,7 +206,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
     if (thread < 4) shared.flags[thread] = -1;
     Walk now;
     now.begin(args, task);
-    // The run whose limits are loaded, and the offset for which queries are loaded.
+    // The run whose limits are loaded, and the position offset for which queries are loaded.
     uint32_t loaded_run = ~0u;
     int64_t loaded_offset = 0;
     int64_t first_position = 0;
@@ -234,7 +234,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
             if (thread < QUERIES) shared.seen[thread] = seen_by(args, unit, run, thread);
             loaded_run = now.number, loaded_offset = offset;
         }
-        // Keys, then values, in one loop, so the code for all formats exists only once.
+        // Loads keys and then values in one loop, so that the code for all formats exists only once.
 #pragma unroll 1
         for (int side = 0; side < 2; side++) {
             const bool found = load_rows(args.kind, side == 0 ? shared.keys : shared.values, places + side * TOKENS,
@@ -242,7 +242,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
                                          side == 0 ? args.k_group : args.v_group, (args.eights >> side & 1) != 0);
             if (found && side == 1) shared.flags[1] = number;
         }
-        // The rows of the next tile.
+        // Finds the rows of the next tile.
         Walk next = now;
         next.advance(args, task, args.tile);
         if (next.more) {
@@ -307,7 +307,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
                 out[c][4 * quad + 2] *= less.z, out[c][4 * quad + 3] *= less.w;
             }
         }
-        // Weights of 0 must not meet values that are not finite.
+        // Values that are not finite must be skipped if their weight is 0.
         const bool guarded = shared.flags[0] == number && shared.flags[1] == number;
 #pragma unroll 4
         for (int t = 0; t < tokens; t++) {
@@ -335,7 +335,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
         now.advance(args, task, args.tile);
     }
 
-    // All threads get the sums through the place of the shrinking factors.
+    // The threads share the sums through the memory of the shrinking factors.
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         if (j >= quads) break;

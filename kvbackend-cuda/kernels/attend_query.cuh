@@ -1,12 +1,12 @@
-// Queries of the tensor-core kernels: rotated in f32 and split into terms of the matrices' type.
+// The tensor-core kernels' queries: rotated in f32 and split into terms of the matrices' type.
 //
 // A matrix instruction multiplies exactly and adds in f32, but its operands have only 8 (bf16) or 11 (f16)
 // significant bits. Keys and values have this type in the pool, or are codes that the type represents
-// exactly. The f32 operand, a query or the weights, is split into a sum of terms, each the rounding of the
-// remainder left by the terms before it: two bf16 terms keep it to 2^-18 of its size, and three exactly; two
-// f16 terms keep it to 2^-23. f16 also has a narrow range: a query is scaled by a power of two that brings
-// its largest element to between 2^11 and 2^12, so anything lost to that range is below 2^-25, next to an
-// element of at least 2^11. Queries that already have the matrices' type are a single term. Blocks of up to
+// exactly. The f32 operand, queries or weights, is split into a sum of terms. Each term is the rounded
+// remainder after the terms before it: two bf16 terms have a relative error of 2^-18, three are exact, and
+// two f16 terms have an error of 2^-23. Because f16 has a narrow range, a query is scaled by a power of two
+// so that its largest element is between 2^11 and 2^12; the range then loses less than 2^-25, next to an
+// element of at least 2^11. Queries that already have the matrices' type need a single term. Blocks of up to
 // 32 queries use three bf16 terms, because they wait for memory anyway; larger blocks use two.
 #pragma once
 
@@ -32,10 +32,10 @@ __device__ __forceinline__ float2 widened2(uint32_t pair) {
     return TYPE == F16 ? unpack_f16x2(pair) : unpack_bf16x2(pair);
 }
 
-// The terms of a block's queries: `terms` planes of rows in shared memory.
+// The terms of a block's queries, as `terms` planes of rows in shared memory.
 struct SplitRows {
     unsigned char* at;
-    // Strides of a row and of a plane in bytes.
+    // The strides of a row and of a plane, in bytes.
     int row, plane;
     int terms;
 };
@@ -47,12 +47,12 @@ __device__ __forceinline__ void put(const SplitRows& to, int query, int i, float
         const uint16_t part = rounded<TYPE>(x);
         *reinterpret_cast<uint16_t*>(at + term * to.plane) = part;
         const float kept = widened<TYPE>(part);
-        // An infinity stays in the first term.
+        // A non-finite value is stored only in the first term.
         x = spoiled(kept) ? 0.0f : x - kept;
     }
 }
 
-// The largest magnitude in a row. The lanes of a warp read the elements in turn.
+// Returns the largest magnitude in a row. The lanes of a warp share the elements.
 __device__ __forceinline__ float largest(int kind, const unsigned char* row, int dim, int lane) {
     float most = 0.0f;
     for (int i = lane; i < dim; i += 32) most = fmaxf(most, fabsf(dense_at(kind, row, i)));
@@ -61,16 +61,16 @@ __device__ __forceinline__ float largest(int kind, const unsigned char* row, int
     return most;
 }
 
-// The exponent bits, as in an f32, of the scale that brings a magnitude to at least 2^11 and below 2^12. For
-// zeros and infinities, the scale is 1. The inverse scale's exponent bits are 254 minus these.
+// Returns the f32 exponent bits of the scale that brings a magnitude to at least 2^11 and below 2^12. For
+// zeros and infinities, the scale is 1. The inverse scale's exponent bits are 254 minus the result.
 __device__ __forceinline__ uint32_t scale_exponent(float most) {
     const uint32_t exponent = __float_as_uint(most) >> 23;
     if (most == 0.0f || exponent == 255) return 127;
     return exponent < 12 ? 253 : 265 - exponent;
 }
 
-// Loads a block's queries, rotated for a segment at `offset`, with zeros for padding, and the inverse of each
-// query's scale. Only the first call, with `fresh`, loads the latent queries.
+// Loads a block's queries, rotated for a segment at `offset` and padded with zeros, and the inverse of each
+// query's scale. Loads the latent queries only if `fresh` is true, for the first call.
 template <int TYPE>
 __device__ __forceinline__ void load_queries(const AttendArgs& args, const AttendUnit& unit, int64_t offset, bool fresh,
                                              const SplitRows& keys, int k_pad, const SplitRows& latents, int v_pad,

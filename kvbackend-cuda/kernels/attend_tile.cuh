@@ -1,4 +1,4 @@
-// Tiles of keys and values for tensor cores: their places in shared memory, how they get there, and their
+// Tiles of keys and values for tensor cores: their layout in shared memory, how they are loaded, and their
 // products.
 //
 // See attend_mma.cuh for the order of the steps.
@@ -17,39 +17,39 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
 
 __device__ __forceinline__ int padded_dim(int dim) { return (dim + 15) / 16 * 16; }
 
-// Number of a tile's scales that a thread holds in registers before they go to shared memory.
+// The number of a tile's scales that a thread holds in registers before writing them to shared memory.
 constexpr int HELD_SCALES = 4;
 
 // The parts of a block's shared memory, in the order of `KernelFamily::shared` in
-// src/kernels/attend/tiling.rs. Rows of 16-bit matrices are padded by 16 bytes, so the eight rows of a
+// src/kernels/attend/tiling.rs. Rows of 16-bit matrices are padded by 16 bytes, so that the eight rows of a
 // fragment start in different banks.
 template <bool CODES, bool LATENT, int M, int TN>
 struct MmaShared {
-    // Number of tiles of keys and of values: two if the next tile is copied while the current one is used.
+    // The number of tiles of K and of V: two if the next tile is copied while the current one is used.
     static constexpr int STAGES = LATENT && !CODES ? 2 : 1;
-    // Rows per token of a tile that are looked up: keys and values, and the scales of both.
+    // The number of rows to look up per token: keys and values, and for codes the scales of both.
     static constexpr int SIDES = CODES ? 4 : 2;
     static constexpr int WEIGHT_ROW = CODES ? 4 * (TN + 4) : 2 * (TN + 8);
     static constexpr int WEIGHT_PLANE = M * WEIGHT_ROW;
 
     int k_pad, v_pad, k_groups, v_groups;
     SplitRows queries, latents;
-    // Tiles, and weights: two terms of the matrices' type, or f32 for codes.
+    // The tiles, and the weights: two terms of the matrices' type, or f32 for codes.
     unsigned char *keys, *values, *weights;
     int key_row, value_row;
-    // Codes before they are widened.
+    // The codes before they are widened.
     unsigned char *raw_keys, *raw_values;
     int raw_key_row, raw_value_row;
-    // Addresses of the rows of two tiles; 0 for tokens past the end.
+    // The addresses of two tiles' rows; 0 for tokens past the end.
     uint64_t* places;
-    // Scales of two tiles: the scale of token `i` and group `j` is at `i * groups + j`.
+    // The scales of two tiles: the scale of token `i` and group `j` is at `i * groups + j`.
     float *key_scales, *value_scales;
-    // For each warp and query: first the largest logit, later the sum.
+    // For each warp and query: at first the largest logit, later the sum.
     float* reduced;
     float* inverse;
     int2* seen;
-    // Index of the last tile that some query sees only in part, and of the last with values that are not
-    // finite.
+    // The index of the last tile that some query sees only in part, and of the last tile that has non-finite
+    // values.
     int* flags;
 
     __device__ __forceinline__ explicit MmaShared(const AttendArgs& args) {
@@ -81,15 +81,15 @@ struct MmaShared {
     }
 };
 
-// Returns the place of the tile's token that this thread looks up. The lookup reads memory, and its result is
-// used later.
+// Returns the location of the tile's token that this thread looks up. The lookup reads memory, so its result
+// should be used later.
 template <int TN>
 __device__ __forceinline__ Place look_up(const AttendArgs& args, const Walk& tile) {
     if (threadIdx.x >= TN || !tile.more || tile.start + threadIdx.x >= tile.end) return {0, 0, 0};
     return place_of(args, tile, tile.start + threadIdx.x);
 }
 
-// Writes the addresses of the row that was looked up.
+// Writes the addresses of the rows of the token that was looked up.
 template <int SIDES, int TN>
 __device__ __forceinline__ void put_places(const AttendArgs& args, const AttendUnit& unit, const Walk& tile,
                                            const Place& place, uint64_t* places) {
@@ -104,13 +104,13 @@ __device__ __forceinline__ void put_places(const AttendArgs& args, const AttendU
     }
 }
 
-// Scale `i` of a tile, in the order of `MmaShared`; 0 for tokens past the end.
+// Returns scale `i` of a tile, in the order of `MmaShared`, or 0 for tokens past the end.
 __device__ __forceinline__ float tile_scale(const AttendArgs& args, const uint64_t* places, int groups, int i) {
     const uint64_t place = places[i / groups];
     return place == 0 ? 0.0f : scale_at(args.kind, records<unsigned char>(place), i % groups);
 }
 
-// Reads a tile's first scales, which are used later.
+// Reads a tile's first scales into registers, for later use.
 template <int TN>
 __device__ __forceinline__ void read_scales(const AttendArgs& args, const uint64_t* places, int groups,
                                             float (&held)[HELD_SCALES]) {
@@ -121,7 +121,7 @@ __device__ __forceinline__ void read_scales(const AttendArgs& args, const uint64
     }
 }
 
-// Writes the scales that were read, and the tile's other scales.
+// Writes the scales held in registers, and the tile's remaining scales.
 template <int TN>
 __device__ __forceinline__ void put_scales(const AttendArgs& args, const uint64_t* places, int groups,
                                            const float (&held)[HELD_SCALES], float* scales) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void put_scales(const AttendArgs& args, const uint64_
     }
 }
 
-// Starts copying rows of `units` times 16 bytes. Rows at place 0 are filled with zeros.
+// Starts copying rows of `units` times 16 bytes. Rows with address 0 are filled with zeros.
 template <int TN>
 __device__ __forceinline__ void copy_rows(unsigned char* to, int row, const uint64_t* places, int units,
                                           uint64_t anywhere) {
@@ -174,7 +174,7 @@ __device__ __forceinline__ void widen(int kind, unsigned char* to, int row, cons
     }
 }
 
-// Writes zeros between `dim` and `pad` elements of each row.
+// Writes zeros to elements `dim..pad` of each row.
 template <int TN>
 __device__ __forceinline__ void clear_padding(unsigned char* tile, int row, int dim, int pad) {
     const int width = pad - dim;
@@ -184,8 +184,8 @@ __device__ __forceinline__ void clear_padding(unsigned char* tile, int row, int 
     }
 }
 
-// Adds the products of TERMS terms of the queries with steps `begin..end` of a tile's rows, 16 elements per
-// step. Each warp multiplies its quarter of the tile's tokens.
+// Adds the products of the queries' TERMS terms with steps `begin..end` of a tile's rows, 16 elements per
+// step. Each warp handles its quarter of the tile's tokens.
 template <int TYPE, int TERMS, int MT, int NT>
 __device__ __forceinline__ void multiply_terms(float (&logits)[MT][NT][4], const SplitRows& queries,
                                                const unsigned char* tile, int tile_row, int begin, int end, int tiles) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void multiply_terms(float (&logits)[MT][NT][4], const
     const unsigned char* left = queries.at + (lane & 15) * queries.row + (lane >> 4) * 16;
     const int token = 8 * NT * warp + (lane & 7) + (NT == 2 ? (lane >> 4) * 8 : 0);
     const unsigned char* right = tile + token * tile_row + (lane >> 3 & 1) * 16;
-    // Separate sums for the later terms, so fewer products wait for each other if there are few queries.
+    // The later terms have separate sums, so that products wait less for each other if there are few queries.
     constexpr bool APART = MT == 1 && TERMS > 1;
     float apart[1][NT][4] = {};
 #pragma unroll(MT == 1 ? 2 : 1)
@@ -268,7 +268,7 @@ __device__ __forceinline__ void multiply_codes(float (&logits)[MT][NT][4], const
     }
 }
 
-// Two terms of eight weights, as fragments.
+// The two terms of eight weights, as fragments.
 struct SplitWeights {
     uint32_t high[4], low[4];
 };

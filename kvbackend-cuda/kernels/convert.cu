@@ -1,39 +1,39 @@
-// Rows that change when they are copied: other element types, quantised codes with their scales, rotated
-// keys.
+// Copies that change rows: to another element type, to or from quantised codes with scales, or with a
+// rotation of keys.
 //
-// A launch has up to four parts (grid.z: keys, values, scales) of several layers (grid.y). A part is either
-// converted or copied bit for bit, as the values of rotated keys are. `convert_dense` handles rows in f32,
-// f16 and bf16 whose places are multiples of eight elements: a thread reads 16 bytes, or two times 16 bytes,
-// and keeps them in registers. `convert_any` handles all other rows: a warp copies each row through shared
-// memory.
+// A launch has up to four parts (grid.z: keys, values, scales) in several layers (grid.y). A part is either
+// converted or copied bit for bit, for example the values that belong to rotated keys. `convert_dense`
+// handles rows in f32, f16 and bf16 whose addresses are multiples of eight elements: a thread reads 16 bytes,
+// or twice 16 bytes, and keeps them in registers. `convert_any` handles all other rows: a warp copies each
+// row through shared memory.
 #include "element.cuh"
 #include "places.cuh"
 
 enum : uint32_t {
     // Copied bit for bit.
     RAW = 0,
-    // Converted, with the rotation of the launch if the part has pairs.
+    // Converted, and rotated by the launch's rotation if the part has pairs.
     CONVERT = 1,
 };
 
 struct ConvertPart {
     Side src, dst;
-    // First scales on both sides, with the same kinds of strides as rows. Null if there are none.
+    // The first scales on both sides, with the same kinds of strides as the rows. Null if there are none.
     Side src_scales, dst_scales;
-    // Strides between an item's tokens and between heads, in bytes.
+    // The strides between an item's tokens and between heads, in bytes.
     int64_t src_token, dst_token, src_scales_token, dst_scales_token;
     int64_t src_head, dst_head, src_scales_head, dst_scales_head;
     uint32_t how, src_kind, dst_kind;
-    // Tokens per item, heads per token, elements per row; for RAW, units per row.
+    // The numbers of tokens per item, heads per token, and elements (for RAW: units) per row.
     uint32_t tokens, heads, dim;
-    // Number of elements that share a scale.
+    // The number of elements that share a scale.
     uint32_t group;
-    // Number of rotated pairs, 0 if there are none, and whether they are neighbours (2i, 2i + 1) or halves
-    // (i, i + pairs).
+    // The number of rotated pairs, or 0 if there are none, and whether a pair's elements are neighbours (2i,
+    // 2i + 1) or in different halves (i, i + pairs).
     uint32_t pairs, interleaved;
-    // Size of a RAW unit in bytes, as a power of two.
+    // The size of a RAW unit in bytes, as a power of two.
     uint32_t unit_log;
-    // Number of threads that `convert_dense` uses per row.
+    // The number of threads that `convert_dense` uses per row.
     uint32_t tasks;
     uint32_t pad;
 };
@@ -43,11 +43,11 @@ struct ConvertArgs {
     // Each item's position in 64 bits, or null if all items are rotated by `delta`.
     const long long* positions;
     int64_t delta;
-    // Pairs (cos, sin) for each position, starting at 0; half the rotary dimension per position.
+    // The pairs (cos, sin) for each position, starting at 0; half the rotary dimension per position.
     const float2* angles;
-    // Attention factor.
+    // The attention factor of the embedding.
     float factor;
-    // Words of shared memory per warp of `convert_any`: a row in f32, and one scale per group.
+    // The words of shared memory per warp of `convert_any`: a row in f32, and one scale per group.
     uint32_t row_words;
     ConvertPart parts[4];
 };
@@ -56,7 +56,7 @@ static_assert(sizeof(ConvertPart) == 240 && sizeof(ConvertArgs) == 1016, "as in 
 
 constexpr uint32_t THREADS = 256;
 
-// A row's place: the first bytes of the row and of its scales.
+// A row's location: the first bytes of the row and of its scales, on both sides.
 struct RowPlace {
     const unsigned char *src, *src_scales;
     unsigned char *dst, *dst_scales;
@@ -64,7 +64,7 @@ struct RowPlace {
     bool used;
 };
 
-// Returns the place of row `r` of a part: rows are counted by item, token and head.
+// Returns the location of row `r` of a part. Rows are counted by item, token and head.
 __device__ __forceinline__ RowPlace row_of(const ConvertArgs& args, const ConvertPart& part, uint32_t r, bool scales) {
     const uint32_t above = r / part.heads, head = r - above * part.heads;
     const uint32_t item = above / part.tokens, token = above - item * part.tokens;
@@ -79,7 +79,7 @@ __device__ __forceinline__ RowPlace row_of(const ConvertArgs& args, const Conver
     return row;
 }
 
-// An item's angles, and the sign of its sines.
+// An item's angles, and the sign of their sines.
 struct Turn {
     const float2* row;
     float sign;
@@ -127,8 +127,8 @@ __device__ __forceinline__ void copy_unit_of(const RowPlace& row, uint32_t u, ui
     }
 }
 
-// Converts eight elements of a row, starting at element `first`. They are copied bit for bit if both sides
-// have the same type.
+// Converts eight elements of a row, starting at element `first`. Copies them bit for bit if both sides have
+// the same type.
 __device__ __forceinline__ void convert8(const ConvertPart& part, const RowPlace& row, uint32_t first) {
     if (part.src_kind == part.dst_kind) {
         const uint32_t log = part.src_kind == F32 ? 1 : 0; // units of 16 bytes that eight elements take
@@ -145,7 +145,7 @@ KV_KERNEL(convert_dense, ConvertArgs, THREADS) {
     const uint64_t total = static_cast<uint64_t>(args.items.count) * part.tokens * part.heads * part.tasks;
     const uint64_t stride = static_cast<uint64_t>(gridDim.x) * THREADS;
     for (uint64_t at = static_cast<uint64_t>(blockIdx.x) * THREADS + threadIdx.x; at < total; at += stride) {
-        // The host refuses launches whose tasks do not fit in 32 bits.
+        // The host rejects launches whose tasks do not fit in 32 bits.
         const uint32_t r = static_cast<uint32_t>(at) / part.tasks, task = static_cast<uint32_t>(at) - r * part.tasks;
         const RowPlace row = row_of(args, part, r, false);
         if (!row.used) continue;
@@ -153,7 +153,7 @@ KV_KERNEL(convert_dense, ConvertArgs, THREADS) {
             copy_unit<uint4>(row, task);
             continue;
         }
-        // Tasks are in order: first the pairs, then the elements that are not rotated.
+        // The tasks of a row start with the pairs, followed by the elements that are not rotated.
         const uint32_t turning = part.interleaved ? part.pairs >> 2 : part.pairs >> 3;
         if (task >= turning) {
             convert8(part, row, 2 * part.pairs + 8 * (task - turning));
@@ -178,11 +178,11 @@ KV_KERNEL(convert_dense, ConvertArgs, THREADS) {
     }
 }
 
-// The largest code of an integer format.
+// Returns the largest code of an integer format.
 __device__ __forceinline__ float largest_code(uint32_t kind) { return kind == I8 ? 127.0f : 7.0f; }
 
-// Returns a group's scale in f16, rounded up so that no finite element clips. NaN if an element is not finite
-// or the scale is too large.
+// Returns a group's scale in f16, rounded up so that no finite element is clipped. Returns NaN if an element
+// is not finite or the scale is too large.
 __device__ __forceinline__ uint16_t scale_of(const float* group, uint32_t n, uint32_t kind) {
     uint32_t most = 0;
     for (uint32_t i = 0; i < n; i++) most = max(most, __float_as_uint(group[i]) & 0x7fffffffu);
@@ -207,7 +207,7 @@ __device__ __forceinline__ uint32_t float_code(uint32_t kind, float x, float ste
     return kind == E4M3 ? f32_to_e4m3(y) : f32_to_e5m2(y);
 }
 
-// Reads a row into shared memory as f32, by all lanes of a warp.
+// Reads a row into shared memory as f32. All lanes of a warp must call this function.
 __device__ __forceinline__ void read_row(const ConvertPart& part, const RowPlace& row, float* wide, uint32_t lane) {
     const bool integers = part.src_kind == I8 || part.src_kind == I4;
     const bool floats = part.src_kind == E4M3 || part.src_kind == E5M2;
@@ -219,7 +219,7 @@ __device__ __forceinline__ void read_row(const ConvertPart& part, const RowPlace
     }
 }
 
-// Writes a row from shared memory, with the scales of integer formats.
+// Writes a row from shared memory, and its scales in integer formats.
 __device__ __forceinline__ void write_row(const ConvertPart& part, const RowPlace& row, const float* wide, float* steps,
                                           uint32_t lane) {
     const uint32_t kind = part.dst_kind;

@@ -1,12 +1,12 @@
-// Bit-for-bit copies: rows to slots and back, whole blocks of all layers, and tensors with any strides.
+// Bit-for-bit copies: rows to slots and back, whole blocks in all layers, and tensors with any strides.
 //
-// A launch copies several parts (K, V and their scales: grid.z) of several layers (grid.y). An item of a part
-// consists of a few runs of bytes that are dense on both sides. A team of threads copies an item in units of
-// up to 16 bytes; the team's lanes copy neighbouring units. Each thread has four units in flight, from four
-// items or, if items are long, from one.
+// A launch copies several parts (K, V and their scales: grid.z) in several layers (grid.y). An item of a part
+// consists of a few runs of bytes that are contiguous on both sides. A team of threads copies an item in
+// units of up to 16 bytes; the team's lanes copy neighbouring units. Each thread has four units in flight,
+// from four items or, if items are long, from a single item.
 #include "places.cuh"
 
-// The items of a tensor copy: up to five axes over runs, outermost first. Items are numbered along these
+// The items of a tensor copy: up to five axes over runs, outermost first. Item indices count along these
 // axes.
 struct Axes {
     uint32_t n[5];
@@ -16,12 +16,12 @@ struct Axes {
 
 struct CopyPart {
     Side src, dst;
-    // Two axes inside an item, and their strides in bytes.
+    // The two axes inside an item, and their strides in bytes.
     uint32_t n1, n0;
     int64_t src1, src0, dst1, dst0;
-    // Units per run, and per item.
+    // The numbers of units per run and per item.
     uint32_t run, units;
-    // Size of a unit in bytes and threads per team, as powers of two.
+    // The size of a unit in bytes and the number of threads per team, as powers of two.
     uint32_t unit_log, team_log;
 };
 
@@ -35,7 +35,7 @@ struct CopyArgs {
 static_assert(sizeof(CopyPart) == 120 && sizeof(CopyArgs) == 608, "as in src/kernels/copy.rs");
 
 constexpr uint32_t THREADS = 256;
-// Number of units that a thread has in flight.
+// The number of units that a thread has in flight.
 constexpr int DEPTH = 4;
 
 template <bool TENSOR>
@@ -133,8 +133,8 @@ __device__ __forceinline__ void copy_any(const CopyArgs& args) {
 // Copies all parts in units of 16 bytes.
 KV_KERNEL(copy_wide, CopyArgs, THREADS) { copy_part<uint4, false>(args, args.parts[blockIdx.z]); }
 
-// Copies each part in the largest units that its places allow.
+// Copies each part in the largest units that its addresses and strides allow.
 KV_KERNEL(copy_rows, CopyArgs, THREADS) { copy_any<false>(args); }
 
-// Copies one part, of a tensor with any strides.
+// Copies one part: a tensor with any strides.
 KV_KERNEL(copy_tensor, CopyArgs, THREADS) { copy_any<true>(args); }

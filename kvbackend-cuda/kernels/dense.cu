@@ -1,10 +1,10 @@
 // A model's small dense steps, in f32: embeddings, norms, gates, sums, and the steps before and after matrix
-// products. Input rows need not be contiguous; results are dense.
+// products. Input rows need not be contiguous. Results are dense.
 #include "weight.cuh"
 
 constexpr uint32_t THREADS = 256;
 
-// The sum of a value over a block's threads. `partial` is shared memory for one number per warp.
+// Returns the sum of a value over a block's threads. `partial` is shared memory for one number per warp.
 __device__ __forceinline__ float block_sum(float x, float* partial) {
     for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
@@ -19,7 +19,7 @@ struct TakeArgs {
     // Row indices in 32 bits.
     const uint32_t* rows;
     float* out;
-    // Number of rows to take.
+    // The number of rows to take.
     uint32_t count, pad;
 };
 static_assert(sizeof(TakeArgs) == 56, "as in src/dense/steps.rs");
@@ -38,7 +38,7 @@ struct NormArgs {
     const float* x;
     const float* weight;
     float* out;
-    // Strides of the outer and the inner rows, in elements.
+    // The strides of the outer and the inner rows, in elements.
     int64_t outer, inner;
     uint32_t rows, inners, width;
     float eps;
@@ -85,7 +85,7 @@ KV_KERNEL(dense_add, PairArgs, THREADS) {
 }
 
 struct AddRowsArgs {
-    // Updated in place.
+    // The matrix to add to, which is updated in place.
     float* sum;
     const uint32_t* rows;
     const float* factors;
@@ -113,7 +113,7 @@ struct SplitArgs {
 };
 static_assert(sizeof(SplitArgs) == 32, "as in src/dense/matrix.rs");
 
-// Splits numbers into three bf16 terms whose sum has 24 bits, for products with bf16 weights.
+// Splits f32 numbers into three bf16 terms, whose sum has 24 bits, for products with bf16 weights.
 KV_KERNEL(dense_split, SplitArgs, THREADS) {
     const int64_t part = static_cast<int64_t>(args.rows) * args.width;
     for (uint32_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -126,7 +126,7 @@ KV_KERNEL(dense_split, SplitArgs, THREADS) {
                 const uint16_t bits = f32_to_bf16(rest);
                 out[term * part + i] = bits;
                 const float left = rest - bf16_to_f32(bits);
-                // A value that is not finite is stored only in the first term.
+                // A non-finite value is stored only in the first term.
                 rest = fabsf(left) < 3.0e38f ? left : 0.0f;
             }
         }
@@ -142,7 +142,7 @@ struct FinishArgs {
 };
 static_assert(sizeof(FinishArgs) == 40, "as in src/dense/matrix.rs");
 
-// Adds up a product's terms, and the bias if there is one. `out` may be `x`.
+// Adds a product's terms, and the bias if there is one. `out` may be `x`.
 KV_KERNEL(dense_finish, FinishArgs, THREADS) {
     const int64_t part = static_cast<int64_t>(args.rows) * args.width;
     for (uint32_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -158,12 +158,12 @@ KV_KERNEL(dense_finish, FinishArgs, THREADS) {
 struct WidenArgs {
     Weight weight;
     float* out;
-    // The weight's rows, starting at `first`.
+    // The first row of the weight to widen, and the number of rows.
     uint32_t first, rows;
 };
 static_assert(sizeof(WidenArgs) == 48, "as in src/dense/matrix.rs");
 
-// Widens a weight's rows to f32, for products that the library computes in f32.
+// Widens a weight's rows to f32, for products that cuBLAS computes in f32.
 KV_KERNEL(dense_widen, WidenArgs, THREADS) {
     const uint32_t width = args.weight.width;
     for (uint32_t row = blockIdx.x; row < args.rows; row += gridDim.x) {

@@ -1,11 +1,11 @@
-// The device as all kernels see it: kernel definitions, shared memory, asynchronous copies, matrix
+// What all kernels need from the device: kernel definitions, shared memory, asynchronous copies, matrix
 // instructions, and conversions of elements.
 //
-// The same sources are compiled by nvcc for the device and, with KV_DOUBLE, by the host's compiler for the
-// driver library's test double. There, `kernel.hpp` defines these names with the same meaning.
+// nvcc compiles these sources for the device and, with KV_DOUBLE, the host's compiler compiles them for the
+// driver library's test double. In that case, `kernel.hpp` defines the same names with the same meaning.
 //
-// A kernel takes one struct by value and uses only dynamic shared memory, so the double can give it poisoned
-// memory with guards around it.
+// A kernel takes one struct by value and uses only dynamic shared memory, so that the double can give it
+// poisoned memory surrounded by guards.
 #pragma once
 
 #ifdef KV_DOUBLE
@@ -13,7 +13,7 @@
 #else
 
 #ifdef __CUDACC_RTC__
-// The compiler at run time has no system headers.
+// NVRTC, which compiles at run time, has no system headers.
 typedef signed char int8_t;
 typedef unsigned char uint8_t;
 typedef unsigned short uint16_t;
@@ -31,7 +31,7 @@ typedef unsigned long long uint64_t;
 
 extern __shared__ __align__(128) unsigned char kv_shared_memory[];
 
-// Returns the block's shared memory. The launch sets its size.
+// Returns the block's shared memory. Its size is set at launch.
 __device__ __forceinline__ unsigned char* kv_shared() { return kv_shared_memory; }
 
 __device__ __forceinline__ uint32_t kv_shared_address(const void* pointer) {
@@ -43,23 +43,23 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(kv_shared_address(shared)), "l"(global));
 }
 
-// Copies 16 bytes as cp_async16 does, or writes zeros and reads nothing if `valid` is false.
+// Copies 16 bytes like cp_async16. If `valid` is false, writes zeros instead, and reads nothing.
 __device__ __forceinline__ void cp_async16_zfill(void* shared, const void* global, bool valid) {
     const int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(kv_shared_address(shared)), "l"(global),
                  "r"(bytes));
 }
 
-// Closes the group of the copies that were started since the last commit.
+// Commits the copies that were started since the last commit as a group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;"); }
 
-// Waits until at most the `N` newest groups of this thread are under way.
+// Waits until at most the `N` newest copy groups of this thread are unfinished.
 template <int N>
 __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N));
 }
 
-// Loads matrices of 8 rows of 16 bytes. Lane l of the warp passes row l % 8 of matrix l / 8.
+// Loads four matrices of 8 rows of 16 bytes. Lane l of the warp passes row l % 8 of matrix l / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -72,7 +72,7 @@ __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
                  : "r"(kv_shared_address(row)));
 }
 
-// Loads matrices as ldmatrix_x4 does, each transposed.
+// Loads four matrices like ldmatrix_x4, but transposes each of them.
 __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -85,7 +85,7 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], const void* 
                  : "r"(kv_shared_address(row)));
 }
 
-// Adds the product of a 16x16 and a 16x8 bf16 matrix to a 16x8 f32 matrix, in the fragments of mma.m16n8k16.
+// Adds the product of a 16x16 and a 16x8 bf16 matrix to a 16x8 f32 matrix, as fragments of mma.m16n8k16.
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -102,8 +102,8 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], c
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Conversions of elements, rounded to nearest even. They use instructions instead of CUDA's headers, so only
-// a compiler is needed.
+// Conversions of elements, rounded to nearest even. They use PTX instructions instead of CUDA's headers, so
+// that only a compiler is needed.
 __device__ __forceinline__ float f16_to_f32(uint16_t x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
@@ -121,7 +121,7 @@ __device__ __forceinline__ uint16_t f32_to_bf16(float x) {
     return y;
 }
 
-// Two elements of a word; the first is the low half.
+// Packs two elements into a word, with the first one in the low half.
 __device__ __forceinline__ uint32_t pack_f16x2(float low, float high) {
     uint32_t pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));

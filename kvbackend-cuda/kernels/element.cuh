@@ -1,33 +1,33 @@
 // Elements of every storage format as f32, one at a time or eight at once.
 //
-// A kernel gets the format either at compile time, as the template parameter KIND, or at run time, as a
-// number (`read`, `write`). The numbers match `element_kind` in src/kernels/places.rs.
+// A kernel gets the format either at compile time, as the template parameter KIND, or at run time, as an
+// integer (`read`, `write`). The integers match `element_kind` in src/kernels/places.rs.
 #pragma once
 
 #include "device.cuh"
 
 enum : int { F32 = 0, F16 = 1, BF16 = 2, E4M3 = 3, E5M2 = 4, I8 = 5, I4 = 6 };
 
-// Number of bits per element.
+// Returns the number of bits per element.
 __device__ __forceinline__ constexpr int bits_of(int kind) {
     return kind == F32 ? 32 : kind == I4 ? 4 : kind == F16 || kind == BF16 ? 16 : 8;
 }
 
-// Value of an 8-bit float with 4 exponent bits: 448 is the largest, 0x7f is NaN.
+// Returns the value of an 8-bit float with 4 exponent bits: 448 is the largest, 0x7f is NaN.
 __device__ __forceinline__ float e4m3_to_f32(uint32_t code) {
     const uint32_t sign = (code & 0x80u) << 24, magnitude = code & 0x7fu;
     if (magnitude == 0x7fu) return __uint_as_float(0x7fc00000u | sign);
-    // The code's bits, read as an f32 whose exponent is 120 too small; the product is exact, also for
-    // subnormals.
+    // Read as an f32, the code's bits have an exponent that is 120 too small. The product that corrects it is
+    // exact, even for subnormals.
     const float x = __uint_as_float(magnitude << 20) * __uint_as_float(0x7b800000u);
     return __uint_as_float(__float_as_uint(x) | sign);
 }
 
-// Value of an 8-bit float with 5 exponent bits: the upper byte of an f16.
+// Returns the value of an 8-bit float with 5 exponent bits, which is the upper byte of an f16.
 __device__ __forceinline__ float e5m2_to_f32(uint32_t code) { return f16_to_f32(static_cast<uint16_t>(code << 8)); }
 
-// The code of the nearest 8-bit float with `mantissa` mantissa bits, ties to even. Finite values saturate;
-// other values stay unchanged, except that infinity becomes NaN in E4M3.
+// Returns the code of the nearest 8-bit float with `mantissa` mantissa bits, ties to even. Finite values
+// saturate. Infinities and NaN are kept, except that infinity becomes NaN in E4M3.
 __device__ __forceinline__ uint32_t f32_to_fp8(float x, int mantissa, int bias, uint32_t largest, bool infinite) {
     const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return sign | 0x7fu;
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t f32_to_fp8(float x, int mantissa, int bias, 
     const uint32_t smallest_normal = static_cast<uint32_t>(127 + 1 - bias) << 23;
     uint32_t code;
     if (magnitude < smallest_normal) {
-        // A multiple of the smallest value; adding 2^23 of its steps rounds to even.
+        // A subnormal is a multiple of the smallest value. Adding 2^23 such multiples rounds to even.
         const float step = __uint_as_float(static_cast<uint32_t>(127 + 1 - bias - mantissa) << 23);
         const float scaled = __uint_as_float(magnitude) / step;
         code = __float_as_uint(scaled + 8388608.0f) & 0xffu;
@@ -50,12 +50,12 @@ __device__ __forceinline__ uint32_t f32_to_fp8(float x, int mantissa, int bias, 
 __device__ __forceinline__ uint32_t f32_to_e4m3(float x) { return f32_to_fp8(x, 3, 7, 0x7eu, false); }
 __device__ __forceinline__ uint32_t f32_to_e5m2(float x) { return f32_to_fp8(x, 2, 15, 0x7bu, true); }
 
-// The value of the low four bits as a signed integer.
+// Returns the value of the low four bits as a signed integer.
 __device__ __forceinline__ float i4_to_f32(uint32_t code) {
     return static_cast<float>(static_cast<int>(code << 28) >> 28);
 }
 
-// Returns element `i` of a row that begins at a whole byte, without its scale.
+// Returns element `i` of a row that starts at a whole byte, without its scale.
 template <int KIND>
 __device__ __forceinline__ float load1(const unsigned char* row, int64_t i) {
     if constexpr (KIND == F32) return reinterpret_cast<const float*>(row)[i];

@@ -1,11 +1,11 @@
-// The places of rows in pools and tensors, from lists of slots and of pairs of blocks.
+// The addresses of rows in pools and tensors, computed from lists of slots and of pairs of blocks.
 //
-// All strides are in bytes: rows of every format begin at whole bytes.
+// All strides are in bytes, because the rows of every format start at whole bytes.
 #pragma once
 
 #include "device.cuh"
 
-// The meaning of a list's items. The numbers match `ItemKind` in src/kernels/places.rs.
+// The meaning of a list's items. The values match `ItemKind` in src/kernels/places.rs.
 enum : uint32_t {
     // Row i of the source is copied to slot list[i]. A negative slot is skipped.
     ROWS_TO_SLOTS = 0,
@@ -26,8 +26,8 @@ struct Items {
     uint32_t pad;
 };
 
-// One side of a copy: its first byte, the stride between rows or blocks, and the stride between a block's
-// tokens.
+// One side of a copy: its first byte, and the strides between layers, between rows or blocks, and between a
+// block's tokens.
 struct Side {
     unsigned char* address;
     int64_t layer;
@@ -44,7 +44,7 @@ struct Place {
     bool used;
 };
 
-// Returns the place of item `i` in layer `layer`.
+// Returns the addresses of item `i` in layer `layer`.
 __device__ __forceinline__ Place place_of(const Items& items, const Side& src, const Side& dst, uint32_t i,
                                           uint32_t layer) {
     const unsigned char* from = src.address + src.layer * layer;
@@ -56,7 +56,7 @@ __device__ __forceinline__ Place place_of(const Items& items, const Side& src, c
     }
     const int64_t listed = static_cast<const long long*>(items.list)[i];
     if (listed < 0) return {from, to, false};
-    // The host refuses pools with slots that do not fit.
+    // The host rejects pools whose slots do not fit in 32 bits.
     const uint32_t slot = static_cast<uint32_t>(listed), block = slot / items.block_size;
     const uint32_t token = slot - block * items.block_size;
     if (items.mode == ROWS_TO_SLOTS) return {from + src.outer * i, to + dst.outer * block + dst.token * token, true};

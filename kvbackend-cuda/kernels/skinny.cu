@@ -1,5 +1,5 @@
-// Products of a few rows with a matrix: each warp computes one output, reads that output's weights once, in
-// their stored format, and multiplies them with all rows in f32. The time is that of reading the matrix.
+// Products of a few rows with a matrix. Each warp computes one output: it reads that output's weights once,
+// in their stored format, and multiplies them with all rows in f32. Reading the matrix dominates the time.
 #include "weight.cuh"
 
 constexpr uint32_t THREADS = 256;
@@ -10,9 +10,9 @@ struct SkinnyArgs {
     const float* x;
     const float* bias;
     float* out;
-    // Stride between the rows of `x`, in elements.
+    // The stride between the rows of `x`, in elements.
     int64_t stride;
-    // Number of rows of `x`, at most ROWS, and number of outputs.
+    // The number of rows of `x`, at most ROWS, and the number of outputs.
     uint32_t rows, outputs;
 };
 static_assert(sizeof(SkinnyArgs) == 72, "as in src/dense/matrix.rs");

@@ -1,18 +1,18 @@
-// A model's weights as stored on the device: dense rows, or the codes of ggml's blocks with separate scales.
+// A model's weights as stored on the device: dense rows, or the codes of ggml blocks with separate scales.
 #pragma once
 
 #include "element.cuh"
 
-// Stored types other than element types. The numbers match `StoredKind` in src/dense/weight.rs.
+// Stored types that are not element types. The values match `StoredKind` in src/dense/weight.rs.
 enum : int {
-    // Signed bytes, with an f16 scale for every 32 elements of a row.
+    // Signed bytes. Every 32 elements of a row share an f16 scale.
     Q8_0 = 16,
-    // Four bits per element, the first of each two in the low half. Every 32 elements of a row have a scale
-    // and a minimum of one byte each, and every 256 have f16 factors for both.
+    // Four bits per element; the first of two neighbours is in the low half. Every 32 elements of a row share
+    // a scale and a minimum of one byte each, and every 256 elements share f16 factors for both.
     Q4_K = 17,
 };
 
-// A matrix [rows, width], or several of them one after another.
+// A matrix [rows, width], or several matrices one after another.
 struct Weight {
     const unsigned char* codes;
     const unsigned char* scales;
@@ -23,7 +23,7 @@ struct Weight {
 
 static_assert(sizeof(Weight) == 32, "as in src/dense/weight.rs");
 
-// The scale and minimum of the group of 32 elements that contains element `i` of a row.
+// Returns the scale and minimum of the group of 32 elements that contains element `i` of a row.
 __device__ __forceinline__ float2 q4_k_step(const Weight& weight, int64_t row, uint32_t i) {
     const unsigned char* pair = weight.scales + (row * (weight.width / 32) + i / 32) * 2;
     const uint16_t* factors = reinterpret_cast<const uint16_t*>(weight.factors) + (row * (weight.width / 256) + i / 256) * 2;

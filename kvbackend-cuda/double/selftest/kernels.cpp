@@ -1,9 +1,9 @@
-// Kernels of the self-test.
+// The self-test's kernels.
 #include "kernels.hpp"
 
 #include "../kernel.hpp"
 
-// Each thread writes its place in the grid.
+// Each thread writes its position in the grid.
 KV_KERNEL(test_places, PlacesArgs, 1024) {
     const unsigned thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
     const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
@@ -11,13 +11,13 @@ KV_KERNEL(test_places, PlacesArgs, 1024) {
     args.out[block * threads + thread] = block * 10000 + thread;
 }
 
-// Adds one to each element; nothing waits.
+// Adds a value to each element, without synchronisation.
 KV_KERNEL(test_add, VectorArgs, 256) {
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < args.count) args.out[i] = args.in[i] + args.value;
 }
 
-// Sums a block's values over shared memory; without barriers if the mode says so.
+// Sums a block's values through shared memory. One mode omits the barriers.
 KV_KERNEL(test_block_sum, VectorArgs, 256) {
     auto* values = reinterpret_cast<float*>(kv_shared());
     values[threadIdx.x] = args.in[blockIdx.x * blockDim.x + threadIdx.x];
@@ -28,7 +28,7 @@ KV_KERNEL(test_block_sum, VectorArgs, 256) {
     if (threadIdx.x == 0) args.out[blockIdx.x] = values[0];
 }
 
-// Each block adds one to what the block before it wrote, which a device does not permit.
+// Each block adds one to the previous block's result, although a device does not guarantee this order.
 KV_KERNEL(test_blocks_in_order, VectorArgs, 32) {
     if (threadIdx.x == 0) args.out[blockIdx.x] = blockIdx.x == 0 ? 1.0f : args.out[blockIdx.x - 1] + 1.0f;
 }
@@ -62,8 +62,9 @@ KV_KERNEL(test_collectives, PlacesArgs, 64) {
     out[15] = static_cast<unsigned>(__clz(1)) + static_cast<unsigned>(__popc(7)) + __umulhi(1u << 31, 4);
 }
 
-// Loads fragments with ldmatrix, multiplies, and writes the sums. The left matrix has rows of 16 elements; the
-// right one is given by columns, or by rows if the mode says so, which needs the transposed load.
+// Loads fragments with ldmatrix, multiplies them, and writes the sums. The left matrix is stored by rows of
+// 16 elements. The right matrix is stored by columns or, in one mode, by rows, which requires the transposed
+// load.
 KV_KERNEL(test_multiply, MultiplyArgs, 32) {
     const unsigned lane = threadIdx.x;
     auto* left = reinterpret_cast<uint16_t*>(kv_shared());
@@ -89,7 +90,7 @@ KV_KERNEL(test_multiply, MultiplyArgs, 32) {
     for (unsigned i = 0; i < 4; i++) args.sums[(row + i / 2 * 8) * 8 + column + i % 2] = d[i];
 }
 
-// Writes what the four matrices of a transposed load give to each lane.
+// Writes the elements that a transposed load of four matrices gives to each lane.
 KV_KERNEL(test_load_transposed, MultiplyArgs, 32) {
     auto* matrix = reinterpret_cast<uint16_t*>(kv_shared());
     for (unsigned i = threadIdx.x; i < 256; i += 32) matrix[i] = args.left[i];
@@ -100,7 +101,7 @@ KV_KERNEL(test_load_transposed, MultiplyArgs, 32) {
     for (unsigned i = 0; i < 4; i++) out[threadIdx.x * 4 + i] = r[i];
 }
 
-// Copies through shared memory in two groups. Mode 1 waits for the first group only, mode 2 for none.
+// Copies through shared memory in two groups. Mode 1 waits only for the first group, and mode 2 for no group.
 KV_KERNEL(test_copies, VectorArgs, 32) {
     unsigned char* shared = kv_shared() + threadIdx.x * 32;
     const float* from = args.in + threadIdx.x * 8;
@@ -114,7 +115,7 @@ KV_KERNEL(test_copies, VectorArgs, 32) {
     for (unsigned i = 0; i < 8; i++) args.out[threadIdx.x * 8 + i] = values[i];
 }
 
-// Things that are wrong, by mode.
+// Makes a different mistake in each mode.
 KV_KERNEL(test_wrong, VectorArgs, 64) {
     auto* shared = reinterpret_cast<float*>(kv_shared());
     switch (args.mode) {
@@ -151,7 +152,7 @@ KV_KERNEL(test_wrong, VectorArgs, 64) {
     }
 }
 
-// Counts for a while, so that what comes after it waits.
+// Counts for a while, so that later work has to wait.
 KV_KERNEL(test_slow, VectorArgs, 32) {
     volatile float sum = 0.0f;
     for (unsigned i = 0; i < args.count; i++) sum = sum + 1.0f;

@@ -1,4 +1,4 @@
-// The self-test's means: entries of the library, checks, and a device with a module.
+// Helpers for the self-test: the library's entry points, checks, and a device with a module.
 #pragma once
 
 #include <cstdio>
@@ -116,8 +116,8 @@ inline std::string ptx_of(const char* kernel, size_t bytes) {
            "]\n)\n{\n\tret;\n}\n";
 }
 
-// A device with its context current, a stream and a module of all kernels. The end frees everything, whatever the
-// state of the device.
+// A device with a current context, a stream, and a module with all kernels. The destructor frees everything,
+// regardless of the device's state.
 struct Bench {
     int ordinal;
     CUcontext context = nullptr;

@@ -1,4 +1,4 @@
-// Tests of memory: poison, what is freed, sticky errors, virtual memory, pools, limits.
+// Tests of memory: poison, freed memory, sticky errors, virtual memory, pools, limits.
 #include <cmath>
 #include <cstring>
 
@@ -77,12 +77,12 @@ TEST(freed_memory_faults_and_the_error_stays) {
         CHECK(fault_says(kernel ? "kernel test_add" : "memcpy_dtod of 128 bytes"));
         IS(lazy.sync(), CUDA_ERROR_ILLEGAL_ADDRESS);
         IS(cuStreamQuery(lazy.stream), CUDA_ERROR_ILLEGAL_ADDRESS);
-        // The other device goes on.
+        // The other device must still work.
         OK(cuCtxSetCurrent(eager.context));
         float* fine = eager.alloc<float>(32);
         eager.launch("test_slow", 1, 32, 0, VectorArgs{fine, nullptr, 1, 5.0f, 0});
         CHECK(eager.download(fine, 32)[31] == 5.0f);
-        // A new context is healthy, and what belonged to the old one is unknown.
+        // A new context must work, and handles of the old context must be unknown.
         OK(cuCtxSetCurrent(lazy.context));
         const CUstream old = lazy.stream;
         OK(cuDevicePrimaryCtxRelease_v2(1));
@@ -133,13 +133,13 @@ TEST(virtual_memory) {
     IS(cuMemsetD8Async(base, 0, 16, bench.stream), CUDA_ERROR_INVALID_VALUE);
     OK(cuMemSetAccess(base, 2 * granule, &access, 1));
     CHECK(std::isnan(bench.download(values, 4)[3]));
-    // One copy over both mappings, and none beyond.
+    // A fill may cover both mappings, but must not exceed them.
     OK(cuMemsetD8Async(base, 0, 2 * granule, bench.stream));
     IS(cuMemsetD8Async(base, 0, 2 * granule + 1, bench.stream), CUDA_ERROR_INVALID_VALUE);
     bench.launch("test_slow", 1, 32, 0, args);
     OK(bench.sync());
     CHECK(kv_double_live_bytes(0) == 2 * granule);
-    // Sleep: the second part is given back, the first one moves and keeps its content.
+    // Sleep: the second part is freed; the first part moves and must keep its contents.
     OK(cuMemUnmap(base, 2 * granule));
     OK(cuMemRelease(handles[1]));
     CHECK(kv_double_live_bytes(0) == granule);
@@ -152,7 +152,7 @@ TEST(virtual_memory) {
     IS(cuMemAddressFree(base, 4 * granule), CUDA_ERROR_INVALID_VALUE);
     OK(cuMemUnmap(base + 2 * granule, granule));
     CHECK(kv_double_live_bytes(0) == 0);
-    // What is unmapped faults.
+    // Access to unmapped memory must fault.
     bench.launch("test_slow", 1, 32, 0, args);
     IS(bench.sync(), CUDA_ERROR_ILLEGAL_ADDRESS);
     CHECK(fault_says("reserved addresses without accessible memory"));
@@ -199,7 +199,7 @@ TEST(pools) {
     CHECK(pool_value(pool, 5) == 8 << 20);
     OK(cuMemPoolTrimTo(pool, 0));
     CHECK(pool_value(pool, 5) == 0);
-    // With little memory, an allocation waits for frees that are queued.
+    // If memory is short, an allocation must wait for queued frees.
     kv_double_limit(1, 8 << 20);
     for (int i = 0; i < 4; i++) {
         OK(cuMemAllocFromPoolAsync(&one, 6 << 20, pool, bench.stream));
@@ -221,7 +221,7 @@ TEST(pool_memory_belongs_to_its_stream) {
     OK(cuStreamCreate(&other, 1));
     CUdeviceptr memory = 0;
     OK(cuMemAllocAsync(&memory, 4096, bench.stream));
-    // The other stream does not wait for the allocation.
+    // The other stream does not wait for the allocation, so it must fault.
     OK(cuMemsetD8Async(memory, 0, 4096, other));
     IS(cuStreamSynchronize(other), CUDA_ERROR_ILLEGAL_ADDRESS);
     CHECK(fault_says("that its stream has not reached"));
@@ -234,7 +234,7 @@ TEST(memory_that_is_never_freed) {
         bench.launch("test_wrong", 1, 64, 100, VectorArgs{memory, memory, 64, 0, 7});
         OK(bench.sync());
     }
-    // The end of the context looks beside it, too.
+    // Destroying the context must check the bytes beside allocations, too.
     CHECK(fault_says("beside the allocation of 256 bytes"));
 }
 

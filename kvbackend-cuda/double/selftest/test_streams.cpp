@@ -31,7 +31,7 @@ TEST(lazy_work_waits_for_the_host) {
     CHECK(calls == 1);
     OK(cuEventQuery(event));
     IS(cuStreamQuery(bench.stream), CUDA_ERROR_NOT_READY);
-    // Asking long enough lets something run.
+    // Enough queries must let an operation run.
     int queries = 0;
     while (cuStreamQuery(other) == CUDA_ERROR_NOT_READY) CHECK(++queries < 1000000);
     CHECK(calls == 2 && queries >= 999);
@@ -57,7 +57,7 @@ TEST(events_order_streams) {
             bench.launch("test_add", 1, 32, 0, add(two, one, 1.0f));
             kv_double_ignore("cuStreamWaitEvent", 0);
             const float got = bench.download(two, 32)[31];
-            // Without the wait, the lazy device never runs the first stream.
+            // Without the wait, the lazy device must never run the first stream.
             if (!ignored) CHECK(got == 4.0f);
             if (ignored && ordinal == 1) CHECK(std::isnan(got));
         }
@@ -114,12 +114,12 @@ TEST(pinned_memory_is_read_late) {
     pinned[0] = pageable[0] = 2.0f;
     CHECK(bench.download(from_pinned, 1)[0] == 2.0f);
     CHECK(bench.download(from_pageable, 1)[0] == 1.0f);
-    // And written late.
+    // The destination must be written only when the copy runs.
     OK(cuMemcpyDtoHAsync_v2(pinned, Bench::address(from_pageable), 128, bench.stream));
     CHECK(pinned[0] == 2.0f);
     OK(bench.sync());
     CHECK(pinned[0] == 1.0f);
-    // Freed before the copy runs.
+    // Pinned memory is freed before the copy runs.
     OK(cuMemcpyDtoHAsync_v2(pinned, Bench::address(from_pageable), 128, bench.stream));
     OK(cuMemFreeHost(pinned));
     IS(bench.sync(), CUDA_ERROR_ILLEGAL_ADDRESS);
@@ -164,7 +164,7 @@ TEST(graphs) {
         size_t nodes = 0;
         OK(cuGraphGetNodes(graph, nullptr, &nodes));
         CHECK(nodes == 5);
-        // Nothing has run yet.
+        // Nothing must have run yet.
         CHECK(std::isnan(bench.download(values[3], 1)[0]));
         CUgraphExec exec = nullptr;
         OK(cuGraphInstantiateWithFlags(&exec, graph, 0));
@@ -263,7 +263,7 @@ TEST(missing_join_is_found) {
     OK(cuStreamWaitEvent(side, fork, 0));
     OK(bench.try_launch("test_slow", 1, 32, 0, VectorArgs{one, nullptr, 1, 1.0f, 0}, side));
     OK(cuEventRecord(join, side));
-    // Uses what the other stream writes before it waits for it.
+    // Uses the other stream's result before waiting for it.
     bench.launch("test_add", 1, 32, 0, add(two, one, 1.0f));
     OK(cuStreamWaitEvent(bench.stream, join, 0));
     CUgraph graph = nullptr;
@@ -303,7 +303,7 @@ TEST(many_streams_at_once) {
 }
 
 TEST(contexts_come_and_go) {
-    // Each thread retains and releases; work of the others is dropped with the last release at most.
+    // Each thread retains and releases the context. Only the last release may drop other threads' work.
     for (const int ordinal : {0, 1}) {
         std::vector<std::thread> threads;
         for (int t = 0; t < 4; t++) {

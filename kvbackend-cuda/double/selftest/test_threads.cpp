@@ -1,4 +1,4 @@
-// Tests of threads: places, barriers, collectives, matrices, asynchronous copies, and what is wrong in kernels.
+// Tests of threads: positions, barriers, collectives, matrices, asynchronous copies, and mistakes in kernels.
 #include <chrono>
 #include <cmath>
 #include <cstring>
@@ -44,7 +44,7 @@ TEST(barriers) {
     for (unsigned b = 0; b < 16; b++) {
         CHECK(sums[b] == std::accumulate(values.begin() + b * 256, values.begin() + (b + 1) * 256, 0.0f));
     }
-    // Without barriers, the result is wrong in some block.
+    // Without barriers, the result must be wrong in some block.
     bench.launch("test_block_sum", 16, 256, 1024, VectorArgs{out, in, 0, 0, 1});
     CHECK(bench.download(out, 16) != sums);
 }
@@ -96,7 +96,8 @@ TEST(conversions) {
         CHECK(std::isnan(wide) == nan);
         if (!nan) CHECK(f32_to_f16(wide) == half);
         if (!nan && (bits & 0x7fff) < 0x7bff) {
-            // The middle of two neighbours goes to the even one, what lies beside it to the nearer one.
+            // The midpoint of two neighbours must be rounded to the even one, and other values to the nearer
+            // one.
             const float next = f16_to_f32(static_cast<uint16_t>(bits + 1)), middle = (wide + next) / 2;
             const auto even = static_cast<uint16_t>(bits + bits % 2);
             CHECK(f32_to_f16(middle) == even);
@@ -205,7 +206,7 @@ TEST(what_is_wrong_in_kernels) {
         CUdeviceptr other = 0;
         IS(cuMemAlloc_v2(&other, 16), code);
     }
-    // What is written beside memory is found when the memory is freed.
+    // A write beside an allocation must be found when the allocation is freed.
     Bench bench(0);
     float* memory = bench.alloc<float>(64);
     bench.launch("test_wrong", 1, 64, 100, VectorArgs{memory, memory, 64, 0, 7});

@@ -1,5 +1,5 @@
-//! Attention with random shapes and formats, compared with f64 arithmetic: every kernel, with and without
-//! tensor cores. The few shapes of the conformance suite do not reach all of them.
+//! Attention with random shapes and formats, compared with f64 arithmetic. The tests run every kernel, with
+//! and without tensor cores; the few shapes in the conformance suite do not reach all kernels.
 
 use std::sync::Arc;
 
@@ -14,10 +14,10 @@ use rstest::rstest;
 use crate::common::opened;
 use crate::double::{EAGER, LAZY, among_others};
 
-/// The value of results that must not be written.
+/// The initial value of outputs, which shows whether a kernel has written them.
 const UNTOUCHED: f32 = 0.25;
 
-/// Numbers that depend only on the seed.
+/// Random numbers that depend only on the seed.
 struct Draw(u64);
 
 impl Draw {
@@ -41,12 +41,13 @@ impl Draw {
         self.below(n) == 0
     }
 
-    /// Returns `n` numbers with a magnitude of at most `size`.
+    /// Draws `n` numbers with a magnitude of at most `size`.
     fn numbers(&mut self, n: usize, size: f32) -> Vec<f32> {
         (0..n).map(|_| size * ((self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0)).collect()
     }
 
-    /// Draws a pool's shape for a format. Latents have one head; odd widths do not fit vectors.
+    /// Draws a pool's shape for a format. Latents have one head; some widths are odd, so that they do not fit
+    /// vector accesses.
     fn shape(&mut self, format: KvFormat, latent: bool) -> KvShape {
         let groups = matches!(format, KvFormat::Int8 { .. } | KvFormat::Int4 { .. });
         let odd = !groups && self.one_in(4);
@@ -73,7 +74,7 @@ impl Draw {
         }
     }
 
-    /// Draws consecutive segments, in blocks in random order.
+    /// Draws consecutive segments whose blocks are in random order.
     fn segments(&mut self, shape: &KvShape, moved: bool, groups: usize) -> Vec<Segment> {
         let mut logical = 0;
         let count = 1 + self.below(3);
@@ -98,7 +99,7 @@ impl Draw {
         (0..count).map(draw).collect()
     }
 
-    /// Draws a third of each row's tokens or blocks.
+    /// Draws a selection of a third of each row's tokens or blocks.
     fn selection(&mut self, rows: usize, segments: &[Segment], block_size: usize) -> Selection {
         let unit = self.pick(&[SelectionUnit::Tokens, SelectionUnit::Blocks]);
         let per_unit = if unit == SelectionUnit::Tokens { 1 } else { block_size };
@@ -140,14 +141,14 @@ impl Draw {
     }
 }
 
-/// Returns the largest difference, relative to the largest expected number or 1.
+/// Returns the largest difference, relative to the largest expected magnitude, or to 1 if that is larger.
 fn difference(actual: &[f32], expected: &[f32]) -> f32 {
     let size = expected.iter().filter(|x| x.is_finite()).fold(1.0f32, |most, x| most.max(x.abs()));
     let of = |(a, e): (&f32, &f32)| if a == e { 0.0 } else { (a - e).abs() / size };
     actual.iter().zip(expected).map(of).fold(0.0, |most, x| if x <= most { most } else { x })
 }
 
-/// Runs one call for the seed. Returns the largest difference and a description of the call.
+/// Runs one random call for a seed. Returns the largest difference and a description of the call.
 fn trial(backend: &Arc<dyn Backend>, format: KvFormat, seed: u64) -> Result<(f32, String), Failure> {
     let mut draw = Draw(seed);
     let dtype = draw.pick(&[DType::F32, DType::F16, DType::BF16]);

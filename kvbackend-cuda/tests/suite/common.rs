@@ -7,7 +7,7 @@ use kvconform::raw;
 pub(crate) use kvconform::raw::noise;
 use kvcore::{Backend, DType, KvArena, KvShape, Stream, TensorView};
 
-/// Opens a device, or prints why there is none.
+/// Opens a device, or prints why it cannot.
 pub(crate) fn opened(device: usize) -> Option<Arc<CudaBackend>> {
     CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })
         .inspect_err(|reason| kvconform::skip(reason))

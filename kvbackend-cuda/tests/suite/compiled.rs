@@ -1,5 +1,5 @@
-//! Kernels that NVRTC compiles on this machine from the same sources as the committed ones. They are cached
-//! in a folder, and compiled again if their entry there is damaged.
+//! Kernels that NVRTC compiles on this machine from the same sources as the committed kernels. They are
+//! cached in a folder, and compiled again if their cache entry is damaged.
 
 use kvbackend_cuda::{CudaBackend, CudaOptions, KernelCode};
 use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, allocate_tensor};

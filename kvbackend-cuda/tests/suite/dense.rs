@@ -12,7 +12,7 @@ use crate::double::{EAGER, LAZY, alone, among_others};
 const KINDS: [StoredKind; 5] =
     [StoredKind::F32, StoredKind::F16, StoredKind::BF16, StoredKind::Q8_0, StoredKind::Q4K];
 
-/// Returns a device's steps, or prints why there are none.
+/// Returns the dense steps of a device, or prints why there are none.
 fn steps(device: usize) -> Option<CudaSteps> {
     let backend = opened(device)?;
     CudaSteps::new(&backend).inspect_err(|reason| kvconform::skip(reason)).ok()
@@ -45,7 +45,7 @@ fn close(actual: &[f32], expected: &[f64], tolerance: f64) {
     }
 }
 
-/// Returns the bytes of a stored matrix, and its numbers.
+/// Returns a random matrix as its stored bytes and as its values.
 fn stored(kind: StoredKind, rows: usize, width: usize, seed: u64) -> (Vec<u8>, Vec<f64>) {
     let values = numbers(seed, rows * width);
     let wide = |x: f32| f64::from(x);
@@ -79,7 +79,7 @@ fn stored(kind: StoredKind, rows: usize, width: usize, seed: u64) -> (Vec<u8>, V
     }
 }
 
-/// Returns `Q4_K` blocks with all bits in use, and their numbers by the format's definition.
+/// Returns `Q4_K` blocks in which all bits are used, and their values according to the format's definition.
 fn q4_k(blocks: usize, seed: u64) -> (Vec<u8>, Vec<f64>) {
     let (mut bytes, mut numbers) = (Vec::new(), Vec::new());
     for (i, body) in (0..).zip(noise(seed, blocks * 140).chunks_exact(140)) {
@@ -196,7 +196,7 @@ fn embeddings_norms_gates_and_sums_equal_plain_loops() {
     let expected: Vec<f64> = a.chunks_exact(100).flat_map(norm).collect();
     let normed = steps.rms_norm(&heads, &there, 1e-5).unwrap();
     close(&read(&steps, &normed), &expected, 1e-6);
-    // Some columns of each row, which are not contiguous.
+    // Takes some columns of each row, which are not contiguous.
     let columns = x.slice(1, 50, 150).unwrap();
     let expected: Vec<f64> = a.chunks_exact(300).flat_map(|row| norm(&row[50..150])).collect();
     close(&read(&steps, &steps.rms_norm(&columns, &there, 1e-5).unwrap()), &expected, 1e-6);

@@ -1,4 +1,4 @@
-//! The test double's controls, for tests where it stands in for the driver.
+//! The controls of the driver's test double, for tests in which it replaces the driver.
 
 use std::ffi::{CString, c_char, c_int};
 use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -15,11 +15,12 @@ pub(crate) const SMALL: usize = 2;
 /// The library that the backend has loaded, if it is the double.
 pub(crate) struct Double(Library);
 
-/// Returns the double, or none if a real driver is loaded.
+/// Returns the double, or `None` if a real driver is loaded.
 pub(crate) fn double() -> Option<&'static Double> {
     static DOUBLE: OnceLock<Option<Double>> = OnceLock::new();
     let find = || {
-        // SAFETY: the backend loads the same library; its initialisers have run or have no other effect.
+        // SAFETY: the backend loads the same library; its initialisers have already run or have no other
+        // effect.
         let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
         // SAFETY: the symbol is only looked up, not called.
         let known = unsafe { library.get::<fn()>(b"kv_double_trace\0") }.is_ok();
@@ -28,16 +29,17 @@ pub(crate) fn double() -> Option<&'static Double> {
     DOUBLE.get_or_init(find).as_ref()
 }
 
-/// Held by tests that change the double's behaviour. No other test runs at the same time.
+/// A lock that tests hold for writing while they change the double's behaviour, so that no other test runs at
+/// the same time.
 static CHANGES: RwLock<()> = RwLock::new(());
 
-/// Returns a permission to run at the same time as other tests.
+/// Waits until no test changes the double, and returns a guard for running at the same time as other tests.
 pub(crate) fn among_others() -> RwLockReadGuard<'static, ()> {
     CHANGES.read().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Returns a permission to change the double's behaviour until it is dropped. With a real driver, prints that
-/// the test is skipped.
+/// Returns a guard that allows changing the double's behaviour until it is dropped. With a real driver,
+/// prints why the test is skipped.
 pub(crate) fn alone() -> Option<(&'static Double, Alone)> {
     let alone = Alone(CHANGES.write().unwrap_or_else(std::sync::PoisonError::into_inner));
     let Some(double) = double() else {
@@ -47,7 +49,7 @@ pub(crate) fn alone() -> Option<(&'static Double, Alone)> {
     Some((double, alone))
 }
 
-/// Permission to change the double. The changes end when it is dropped.
+/// Guard that allows changes to the double. Dropping it undoes the changes.
 pub(crate) struct Alone(#[expect(dead_code, reason = "held for its Drop")] RwLockWriteGuard<'static, ()>);
 
 impl Drop for Alone {
@@ -65,7 +67,7 @@ impl Double {
         unsafe { self.0.get(name.as_bytes_with_nul()) }.unwrap()
     }
 
-    /// Makes the `after`-th next call of an entry fail once, with a driver error code.
+    /// Makes an entry point fail once, at the `after`-th call from now, with the given driver error code.
     pub(crate) fn fail(&self, entry: &str, after: c_int, code: c_int) {
         let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int, c_int)>("kv_double_fail");
         let entry = CString::new(entry).unwrap();
@@ -73,14 +75,14 @@ impl Double {
         unsafe { call(entry.as_ptr(), after, code) }
     }
 
-    /// Makes every entry work again.
+    /// Makes every entry point work again.
     pub(crate) fn reset(&self) {
         let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int, c_int)>("kv_double_fail");
         // SAFETY: null stands for all entries.
         unsafe { call(std::ptr::null(), 0, 0) }
     }
 
-    /// Makes an entry do nothing.
+    /// Makes an entry point do nothing if `on` is true, or work again if it is false.
     pub(crate) fn ignore(&self, entry: &str, on: bool) {
         let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int)>("kv_double_ignore");
         let entry = CString::new(entry).unwrap();
@@ -90,24 +92,24 @@ impl Double {
 
     /// Sets a device's memory size in bytes.
     pub(crate) fn limit(&self, device: usize, bytes: usize) {
-        // SAFETY: plain numbers.
+        // SAFETY: the arguments are plain numbers.
         unsafe { self.entry::<unsafe extern "C" fn(c_int, usize)>("kv_double_limit")(device as c_int, bytes) }
     }
 
     pub(crate) fn live_bytes(&self, device: usize) -> usize {
-        // SAFETY: plain numbers.
+        // SAFETY: the argument is a plain number.
         unsafe { self.entry::<unsafe extern "C" fn(c_int) -> usize>("kv_double_live_bytes")(device as c_int) }
     }
 
     pub(crate) fn live_objects(&self, device: usize) -> i32 {
-        // SAFETY: plain numbers.
+        // SAFETY: the argument is a plain number.
         unsafe {
             self.entry::<unsafe extern "C" fn(c_int) -> c_int>("kv_double_live_objects")(device as c_int)
         }
     }
 
-    /// Returns the tasks queued on a device since the last call, each as a list of words: its kind, then its
-    /// details.
+    /// Returns the tasks that were enqueued on a device since the last call, each as a list of words: its
+    /// kind, then its details.
     pub(crate) fn trace(&self, device: usize) -> Vec<Vec<String>> {
         let call = self.entry::<unsafe extern "C" fn(*mut c_char, usize) -> usize>("kv_double_trace");
         let mut buffer = vec![0u8; 1 << 16];

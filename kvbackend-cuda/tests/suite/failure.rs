@@ -1,4 +1,5 @@
-//! Reports and errors that only this backend has. The conformance suite tests the others (`rig`).
+//! Reports and errors that only this backend has. The conformance suite tests the errors that all backends
+//! share (`rig`).
 
 use kvcore::{Backend, Error, MemoryKind};
 

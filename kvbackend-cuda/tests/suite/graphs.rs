@@ -1,5 +1,4 @@
-//! Captured graphs: this backend's capacity for lists, dense steps in graphs, and the memory that graphs
-//! share.
+//! Captured graphs: the capacity of their lists, dense steps in them, and the memory that they share.
 
 use std::sync::Arc;
 
@@ -12,7 +11,7 @@ use kvcore::{
 use crate::common::{noise, opened};
 use crate::double::{EAGER, LAZY, alone};
 
-/// Returns the fixture on a device.
+/// Returns the one-row fixture on a device.
 fn row_on(device: usize) -> OneRow {
     OneRow::new(opened(device).unwrap().as_ref()).unwrap()
 }
@@ -32,7 +31,7 @@ fn inputs_past_the_room_of_a_graph_are_refused_by_name() {
     };
     graph.replay(&many(8)).unwrap();
     assert_eq!(graph.replay(&many(60)), Err(Error::GraphOutgrown { what: "segments" }));
-    // The angle table has grown since the capture: the graph reads the old one.
+    // The angle table has grown since the capture, but the graph reads the old table.
     bench.rope.table([2000]).unwrap();
     assert_eq!(graph.replay(&step(3)), Err(Error::GraphOutgrown { what: "positions" }));
     bench.stream.synchronize().unwrap();
@@ -77,7 +76,7 @@ fn dense_steps_join_a_capture() {
             let expected = read(&pass(&inputs.tokens).unwrap());
             double.trace(device);
             graph.replay(&inputs).unwrap();
-            // Work that runs at the same time takes none of the graph's memory.
+            // Work that runs at the same time as the replay must not use the graph's memory.
             pass(&[8]).unwrap();
             assert_eq!(read(&logits), expected, "token {at}, device {device}");
             let trace = double.trace(device);
@@ -99,7 +98,7 @@ fn graphs_of_a_stream_share_the_memory_between_their_kernels() {
     let steps = CudaSteps::new(&backend).unwrap();
     let bytes = vec![0; 4 * 48 * DIM];
     let table = steps.weight(StoredKind::F32, 48, DIM, &bytes).unwrap();
-    // Sixteen rows: the library computes this product, and needs a workspace.
+    // With sixteen rows, cuBLAS computes the product, which needs a workspace.
     let inputs = |first: u32| StepInputs { tokens: (first..first + 16).collect(), ..step(3) };
     let capture = |inputs: &StepInputs| {
         let mut logits = None;

@@ -1,6 +1,6 @@
 //! Memory that enqueued work holds in addition to its operation's storages: attention plans, scratch memory,
-//! angles, weights. The device in these tests runs nothing before a wait, so memory that is not held has been
-//! freed or overwritten by then.
+//! angles, weights. The device in these tests runs nothing before a wait. By then, memory that is not held
+//! has been freed or overwritten.
 
 use std::sync::Arc;
 
@@ -100,7 +100,7 @@ fn weights_stay_until_their_products_are_done() {
     let bench = Bench::new();
     let steps = CudaSteps::new(&bench.backend).unwrap();
     let weight = || steps.weight(StoredKind::F32, 40, DIM, &floats(3, 40 * DIM)).unwrap();
-    // A few rows go through a kernel, many through the library.
+    // A kernel computes the product with few rows, and cuBLAS the product with many rows.
     for rows in [2, 20] {
         let x = steps.rows(&[rows, DIM]).unwrap();
         steps.stream().write(&x, &floats(5, rows * DIM)).unwrap();
@@ -128,7 +128,7 @@ fn plans_stay_until_their_work_is_done() {
 #[test]
 fn memory_between_kernels_stays_until_their_work_is_done() {
     let Some((_, _alone)) = alone() else { return };
-    // Each call has more parts than the previous one, and needs other memory.
+    // Each call has more parts than the previous one, and needs new memory.
     let calls = [(0, 300), (3, 1100), (1, 2500)];
     let bench = Bench::new();
     let got = bench.outputs(&calls, false);
@@ -149,7 +149,7 @@ fn angles_stay_until_their_work_is_done() {
         rows
     };
     let rope = || Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 1 << 14).unwrap());
-    // The table grows with each position, and the backend drops the previous one.
+    // The table grows with each position, and the backend drops the previous table.
     let outputs = |waiting| -> Vec<Vec<u8>> {
         let rope = rope();
         let rows: Vec<_> = [9, 700, 9000].map(|position| run(&rope, position, waiting)).into();

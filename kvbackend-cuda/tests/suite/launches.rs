@@ -1,4 +1,4 @@
-//! The number of launches per operation, as recorded by the driver's double.
+//! The number of launches per operation, as recorded by the driver's test double.
 
 use std::sync::Arc;
 
@@ -51,8 +51,8 @@ impl Bench {
         upload(self.backend.as_ref(), DType::F32, &[rows, heads, DIM], &bytes)
     }
 
-    /// Runs a decode step of `batch` sequences, each over `chunks` chunks at other places and its own last
-    /// block. Returns the tasks that each layer enqueued.
+    /// Runs a decode step of `batch` sequences, each over `chunks` chunks at different positions and its own
+    /// last block. Returns the tasks that each layer enqueued.
     fn step(&self, double: &Double, batch: usize, chunks: usize) -> Vec<Vec<Vec<String>>> {
         let (k, v, q) =
             (self.rows(1, batch, HEADS), self.rows(2, batch, HEADS), self.rows(3, batch, 2 * HEADS));
@@ -132,7 +132,7 @@ fn lists_go_up_once_a_step_and_no_chunk_is_copied() {
     for layer in &layers[1..] {
         assert_eq!(copies(layer), 0, "{layer:?}");
     }
-    // Chunks at other positions are read in place: only the new rows are written.
+    // Chunks at other positions must be read in place, so that only the new rows are written.
     for name in layers.iter().flat_map(|layer| kernels(layer)) {
         assert!(name.starts_with("attend") || name.starts_with("merge") || name == "convert_dense", "{name}");
     }

@@ -1,5 +1,5 @@
-//! The CUDA backend on the machine's first devices, or on the test double of the driver: memory, failures,
-//! order, and launches per operation. The conformance suite checks the contract itself.
+//! The CUDA backend on the machine's first devices or on the driver's test double: memory, failures, order,
+//! and launches per operation. The conformance suite checks the contract itself.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod attention;

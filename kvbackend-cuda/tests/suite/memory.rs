@@ -1,4 +1,4 @@
-//! Memory: pinned sources of writes, and memory and streams lent by an engine.
+//! Memory: writes from pinned memory, and memory and streams that an engine lends.
 
 use std::sync::Arc;
 
@@ -30,7 +30,7 @@ fn a_write_may_come_from_pinned_memory() {
 fn lent_memory_is_used_where_it_is_and_outlives_no_owner() {
     let _shared = among_others();
     let Some(backend) = opened(EAGER) else { return };
-    // Another backend on the same device acts as the engine that owns the memory.
+    // A second backend on the same device acts as the engine that owns the memory.
     let engine = opened(EAGER).unwrap();
     let tensor = upload(engine.as_ref(), DType::U8, &[4096], &noise(5, 4096));
     let owner = Arc::clone(tensor.storage());
@@ -84,7 +84,7 @@ impl EngineStream {
     fn new(device: usize) -> Self {
         use kvbackend_cuda::cudarc::driver::sys;
         let (mut context, mut handle, mut raw) = (std::ptr::null_mut(), 0, std::ptr::null_mut());
-        // SAFETY: all places are valid; the context is released by `Drop`.
+        // SAFETY: all pointers are valid for writes; `Drop` releases the context.
         unsafe {
             sys::cuDeviceGet(&raw mut handle, device as i32).result().unwrap();
             sys::cuDevicePrimaryCtxRetain(&raw mut context, handle).result().unwrap();

@@ -1,5 +1,5 @@
-//! Collectives through NCCL: their memory, and the differences from other libraries. Cases of groups that
-//! fail are in the conformance suite (`rig`).
+//! Collectives through NCCL: their memory, and NCCL's peculiarities. The conformance suite tests groups that
+//! fail (`rig`).
 
 use std::process::Command;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::double::{EAGER, LAZY, alone, among_others, double};
 /// Longer than any test takes.
 const LONG: Duration = Duration::from_secs(600);
 
-/// The time-out of groups in which nothing arrives.
+/// The time-out of groups in which some ranks never arrive.
 const SHORT: Duration = Duration::from_millis(100);
 
 /// A rank with a tensor of eight elements.
@@ -47,7 +47,7 @@ impl Rank {
     }
 }
 
-/// Opens devices as a group, or prints why there is none.
+/// Opens devices as a group, or prints why it cannot.
 fn group(devices: &[usize], limit: Duration) -> Option<Vec<Rank>> {
     let backends = devices.iter().map(|&device| opened(device)).collect::<Option<Vec<_>>>()?;
     match NcclCommunicator::group(&backends, limit) {
@@ -62,7 +62,7 @@ fn group(devices: &[usize], limit: Duration) -> Option<Vec<Rank>> {
     }
 }
 
-/// Opens devices as ranks that are connected only by the network, like ranks in several processes.
+/// Opens devices as ranks that are connected only through the network, like ranks in different processes.
 fn strangers(devices: &[usize], limit: Duration) -> Option<Result<Vec<Rank>>> {
     drop(group(devices, LONG)?);
     let (id, ranks) = (NcclId::from_bytes(*NcclId::new().unwrap().as_bytes()), devices.len());
@@ -76,7 +76,7 @@ fn strangers(devices: &[usize], limit: Duration) -> Option<Result<Vec<Rank>>> {
     }))
 }
 
-/// Runs a call on every rank, each in its own thread. Returns the results in rank order.
+/// Runs a call on every rank, each on its own thread. Returns the results in rank order.
 fn on_all<T: Send>(ranks: &[Rank], call: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
     let call = &call;
     thread::scope(|scope| {
@@ -128,7 +128,7 @@ fn enqueued_collectives_hold_their_memory() {
         let Some(ranks) = group(&devices, LONG) else { return };
         let call = |rank: &Rank| {
             let stream = rank.stream.as_ref();
-            // More than one batch of a stream's holds.
+            // Enough turns for more than one batch of a stream's holds.
             let used = |turn| {
                 let view = upload(rank.backend.as_ref(), DType::I8, &[64], &[1; 64]);
                 if turn % 10 == 9 && rank.of.rank() == 1 {
@@ -170,7 +170,7 @@ fn a_rank_that_leaves_in_the_middle_fails_its_group_and_no_other() {
     let _open = [EAGER, LAZY].map(opened);
     let before = left();
     let since = Instant::now();
-    // With a collective that the other ranks have not called.
+    // A rank leaves after a collective that the other rank has not called.
     for first in [0, 1] {
         let mut ranks = group(&[EAGER, LAZY], LONG).unwrap();
         assert_eq!(ranks[first].sum(), Ok(()));
@@ -180,7 +180,8 @@ fn a_rank_that_leaves_in_the_middle_fails_its_group_and_no_other() {
         drop(ranks);
         assert_eq!(left(), before);
     }
-    // As the only rank in its process: NCCL's finalisation waits for the other ranks, but the rank does not.
+    // A rank leaves that is the only one in its process: NCCL's finalisation waits for the other ranks, but
+    // the rank does not.
     let mut ranks = strangers(&[EAGER, LAZY], LONG).unwrap().unwrap();
     assert_eq!(on_all(&ranks, Rank::sum_and_wait), [Ok(()), Ok(())]);
     drop(ranks.remove(0));
@@ -194,7 +195,7 @@ fn a_rank_that_leaves_in_the_middle_fails_its_group_and_no_other() {
     assert!(since.elapsed() < Duration::from_secs(30));
 }
 
-/// Runs test `test` again in its own process, with `KV_TEST_CHILD` set. Returns its output.
+/// Runs the test `test` again in its own process, with `KV_TEST_CHILD` set. Returns its output.
 #[cfg(target_os = "linux")]
 fn in_another_process(test: &str, change: impl FnOnce(&mut Command)) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -223,7 +224,7 @@ fn without_nccl_or_with_an_old_one_it_says_what_to_install() {
     });
     assert_eq!(old.matches("NoDevice").count(), 2, "{old}");
     assert!(old.contains("NCCL 2.17, which is too old; update NCCL to 2.18 or later"), "{old}");
-    // A folder that contains only the driver.
+    // This folder will contain only the driver.
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let library = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
     let library = library.into_iter().find(|path| path.contains("libcuda.so")).unwrap();

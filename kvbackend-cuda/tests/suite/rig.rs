@@ -1,4 +1,5 @@
-//! The conformance suite's cases for devices and groups, run on this backend and on its driver's double.
+//! The conformance suite's cases for devices and groups, run on this backend, with the driver or its test
+//! double.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -116,7 +117,7 @@ impl GroupRig for CudaRig {
     }
 }
 
-/// Runs cases while no other test uses the double.
+/// Runs cases while no other test uses the test double.
 fn run(cases: impl FnOnce() -> Outcome) {
     let _alone = alone();
     if let Err(failure) = cases() {
