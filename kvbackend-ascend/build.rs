@@ -1,11 +1,11 @@
-//! Compares our CANN declarations with the headers of an installed toolkit, if there is one.
+//! Compares our declarations of CANN's functions with the headers of an installed toolkit, if there is one.
 
 use std::path::{Path, PathBuf};
 
 #[path = "ffi/compare.rs"]
 mod compare;
 
-/// Environment variables for the folder of CANN's toolkit.
+/// Environment variables for CANN's toolkit folder, in order of precedence.
 const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
 // Decision: docs/decisions/backend-ascend.md#canns-api-is-declared-in-our-own-header
@@ -17,7 +17,7 @@ fn main() {
     }
     let Some(toolkit) = TOOLKITS.iter().find_map(std::env::var_os) else { return };
     let include = Path::new(&toolkit).join("include");
-    // A toolkit that replaces another under the same name is compared again.
+    // Compare again if another toolkit is installed in the same folder.
     println!("cargo:rerun-if-changed={}", include.display());
     let folders: Vec<PathBuf> = vec![include];
     if !folders[0].join("acl/acl.h").is_file() {

@@ -1,8 +1,8 @@
-//! `cargo xtask ascend-headers`: compares the declarations in `ascend.h` with headers that others wrote.
+//! `cargo xtask ascend-headers`: compares the declarations in `ascend.h` with third-party headers.
 //!
-//! The headers come from the package registry, in pinned `torch_npu` wheels; they are not part of this
-//! repository. A wheel contains the headers of the CANN version that it was built with, but not the
-//! operators. A crate declares some of the operators in Rust.
+//! The headers are in pinned `torch_npu` wheels from the package registry, not in this repository. A wheel
+//! contains the headers of the CANN version that it was built with, but not the operators' headers. A crate
+//! declares some of the operators in Rust.
 
 use std::process::ExitCode;
 

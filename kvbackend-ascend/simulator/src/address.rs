@@ -1,4 +1,4 @@
-//! Device memory: its addresses, which the host cannot read, the bytes at them, and which memory is alive.
+//! Device memory: its addresses, which the host cannot access, its bytes, and the state of each allocation.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -8,17 +8,17 @@ use crate::clock::{Accesses, TaskMoment};
 use crate::state::{CallResult, SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// Size of a device's address range in bytes. Each address is used only once, to distinguish freed memory
-/// from new memory.
+/// The size of a device's address range, in bytes. Each address is used only once, so that freed memory can
+/// be told apart from new memory.
 const ADDRESSES: usize = 256 << 30;
 
-/// Number of unused bytes after each allocation, and the allocations' alignment.
+/// The number of unused bytes after each allocation, which is also the allocations' alignment.
 const GAP: u64 = 4096;
 
-/// Fill byte for fresh and freed memory: NaN in every floating-point type.
+/// The byte that fills new and freed memory. It yields NaN in every floating-point type.
 const POISON: u8 = 0xFF;
 
-/// Memory that is alive or was freed.
+/// An allocation, either live or freed.
 #[derive(Debug)]
 pub(crate) struct SimMemory {
     pub(crate) len: u64,
@@ -29,7 +29,7 @@ pub(crate) struct SimMemory {
 /// A device's memory.
 #[derive(Default)]
 pub(crate) struct Space {
-    /// The first address that is handed out, and the host pointer to its bytes. Mapped on first use.
+    /// The first device address, and the host pointer to its bytes. Both ranges are mapped on first use.
     maps: Option<(u64, *mut u8)>,
     next: u64,
     memories: BTreeMap<u64, SimMemory>,
@@ -41,7 +41,7 @@ unsafe impl Send for Space {}
 
 fn map(protection: i32) -> *mut c_void {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: this is a new mapping, at an address that the system chooses.
+    // SAFETY: this creates a new mapping at an address that the system chooses.
     let at = unsafe { libc::mmap(std::ptr::null_mut(), ADDRESSES, protection, flags, -1, 0) };
     assert!(at != libc::MAP_FAILED, "the system refuses {ADDRESSES} bytes of addresses");
     at
@@ -60,17 +60,18 @@ impl Space {
         self.used
     }
 
-    /// Adds to the bytes that count against the limit.
+    /// Increases the number of bytes that count against the limit.
     pub(crate) fn count(&mut self, bytes: u64) {
         self.used += bytes;
     }
 
-    /// Subtracts from the bytes that count against the limit.
+    /// Decreases the number of bytes that count against the limit.
     pub(crate) fn uncount(&mut self, bytes: u64) {
         self.used -= bytes;
     }
 
-    /// Returns aligned addresses that were never used before, or none if the range is exhausted.
+    /// Returns the start of a range of `bytes` addresses that were never used before, or `None` if no
+    /// addresses are left.
     pub(crate) fn addresses(&mut self, bytes: u64, align: u64) -> Option<u64> {
         let (first, _) = self.maps();
         let at = (first + self.next).next_multiple_of(align);
@@ -82,7 +83,7 @@ impl Space {
         Some(at)
     }
 
-    /// Creates memory at an address, filled with poison.
+    /// Creates live memory at an address, and fills it with the poison byte.
     pub(crate) fn enliven(&mut self, at: u64, len: u64) {
         self.memories.insert(at, SimMemory { len, alive: true, accesses: Accesses::default() });
         let bytes = self.bytes(at);
@@ -90,7 +91,7 @@ impl Space {
         unsafe { bytes.write_bytes(POISON, len as usize) };
     }
 
-    /// Frees the memory at an address, and returns its pages to the system. Returns its length.
+    /// Frees the memory at an address, and gives its pages back to the system. Returns the memory's length.
     pub(crate) fn end(&mut self, at: u64) -> Option<u64> {
         let memory = self.memories.get_mut(&at).filter(|memory| memory.alive)?;
         memory.alive = false;
@@ -107,16 +108,16 @@ impl Space {
     /// Returns the host pointer to the bytes at an address.
     fn bytes(&mut self, at: u64) -> *mut u8 {
         let (first, bytes) = self.maps();
-        // SAFETY: the address is in the range that was handed out.
+        // SAFETY: the address is in the device's mapped range.
         unsafe { bytes.add((at - first) as usize) }
     }
 
-    /// Returns whether an address was handed out by this device.
+    /// Returns whether an address belongs to this device.
     pub(crate) fn has(&self, at: u64) -> bool {
         self.maps.is_some_and(|(first, _)| (first..first + ADDRESSES as u64).contains(&at))
     }
 
-    /// Returns the live memories that contain the bytes: one, or several that are mapped one after another.
+    /// Returns the live allocations that contain a range of bytes: one, or several at consecutive addresses.
     fn alive(&self, bytes: &Range<u64>) -> Result<Vec<(u64, Range<u64>)>, String> {
         let (mut parts, mut at) = (Vec::new(), bytes.start);
         while at < bytes.end {
@@ -179,7 +180,7 @@ impl SimState {
         }
     }
 
-    /// Returns the device that an address belongs to.
+    /// Returns the device that an address belongs to, if there is one.
     pub(crate) fn device_of(&self, at: u64) -> Option<usize> {
         self.devices.iter().position(|device| device.space.has(at))
     }

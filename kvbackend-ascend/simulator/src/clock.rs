@@ -1,14 +1,15 @@
-//! The order between streams, given by events and waits of the host, and unordered accesses.
+//! The order of tasks on different streams, as events and host waits define it, and the detection of
+//! unordered accesses.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// For each stream, the index of its last task that is known to come before.
+/// A set of tasks that come before some point: for each stream, the index of the last such task.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct VectorClock(HashMap<u64, u64>);
 
 impl VectorClock {
-    /// Adds everything that another clock has.
+    /// Adds all tasks of another clock.
     pub(crate) fn join(&mut self, other: &Self) {
         for (&stream, &tick) in &other.0 {
             let known = self.0.entry(stream).or_default();
@@ -26,7 +27,7 @@ impl VectorClock {
     }
 }
 
-/// A task's position in the order.
+/// A task's position in the order: its stream, its index there, and the tasks before it.
 #[derive(Debug, Clone)]
 pub(crate) struct TaskMoment {
     pub(crate) stream: u64,
@@ -42,13 +43,12 @@ struct TaskAccess {
     writes: bool,
 }
 
-/// Accesses to an allocation that later accesses may race with.
+/// The accesses to an allocation that later accesses may race with.
 #[derive(Debug, Default)]
 pub(crate) struct Accesses(Vec<TaskAccess>);
 
 impl Accesses {
-    /// Records an access. Returns the stream that accesses the same bytes without being ordered, if there is
-    /// one.
+    /// Records an access. If an unordered access to the same bytes was recorded before, returns its stream.
     pub(crate) fn note(&mut self, bytes: &Range<u64>, moment: &TaskMoment, writes: bool) -> Option<u64> {
         let overlaps = |known: &TaskAccess| known.bytes.start < bytes.end && bytes.start < known.bytes.end;
         let race = self.0.iter().find(|known| {
@@ -60,8 +60,8 @@ impl Accesses {
         if let Some(race) = race {
             return Some(race.stream);
         }
-        // An access before this one, and inside its range, also comes before everything ordered after this
-        // one.
+        // Forget earlier accesses within this one's range: every access ordered after this one is also
+        // ordered after them.
         self.0.retain(|known| {
             let inside = bytes.start <= known.bytes.start && known.bytes.end <= bytes.end;
             let before = known.stream == moment.stream || moment.before.knows(known.stream, known.tick);

@@ -1,4 +1,4 @@
-//! Controls for tests: calls that fail or do nothing, the number of live objects, and a trace of enqueued
+//! The controls for tests: calls that fail or do nothing, the number of live objects, and a trace of enqueued
 //! work.
 
 use std::collections::HashMap;
@@ -11,14 +11,14 @@ use crate::virtual_memory::Reservations;
 /// The behaviour that tests have requested.
 #[derive(Default)]
 pub(crate) struct Controls {
-    /// Calls that will fail, by function: the number of calls until the failure, and its code.
+    /// For each function with a call that will fail: the number of calls until then, and the error code.
     fails: HashMap<String, (u64, i32)>,
     ignored: Vec<String>,
     pub(crate) reservations: Reservations,
 }
 
 impl Controls {
-    /// Returns the code that a call must return without doing anything, if a test requested one.
+    /// Returns the code that a call must return instead of running, if a test requested one.
     pub(crate) fn verdict(&mut self, name: &str) -> Option<i32> {
         if self.ignored.iter().any(|known| known == name) {
             return Some(0);
@@ -38,7 +38,7 @@ unsafe fn text(name: *const c_char) -> String {
     CStr::from_ptr(name).to_string_lossy().into_owned()
 }
 
-/// Returns the live bytes of a device, or of pinned memory if `device` is negative.
+/// Returns the number of live bytes on a device, or in pinned memory if `device` is negative.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_live_bytes(device: i32) -> u64 {
     let state = lock();
@@ -75,7 +75,8 @@ pub extern "C" fn kv_sim_limit(device: i32, bytes: u64) {
     }
 }
 
-/// Makes the `after`-th next call of a function return a code and do nothing. 0 cancels that.
+/// Makes the `after`-th call of a function from now return an error code and do nothing. If `after` is 0,
+/// cancels this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_fail(name: *const c_char, after: u64, code: i32) {
     let (name, mut state) = (text(name), lock());
@@ -86,13 +87,13 @@ pub unsafe extern "C" fn kv_sim_fail(name: *const c_char, after: u64, code: i32)
     }
 }
 
-/// Sets how many milliseconds ranks wait for one another when they join a group.
+/// Sets the time that ranks wait for one another when they join a group, in milliseconds.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_patience(milliseconds: u64) {
     lock().hccl.patience = milliseconds;
 }
 
-/// Makes a function do nothing and report success, or work again if `on` is 0.
+/// Makes a function do nothing and report success, or makes it work again if `on` is 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
     let (name, mut state) = (text(name), lock());
@@ -102,7 +103,8 @@ pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
     }
 }
 
-/// Makes all functions work again, and resets the limits. Devices that no thread has set are as good as new.
+/// Makes all functions work again, and resets the limits. Resets devices that no thread has set to their
+/// initial state.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_reset() {
     let mut state = lock();
@@ -117,8 +119,8 @@ pub extern "C" fn kv_sim_reset() {
     }
 }
 
-/// Writes the tasks enqueued on a device, one per line, since the last call whose buffer had room for them.
-/// Returns the number of bytes needed.
+/// Writes the tasks that were enqueued on a device since the last successful call, one per line. Returns the
+/// number of bytes needed; if the buffer is smaller, the tasks are kept for the next call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_trace(device: i32, buffer: *mut c_char, len: usize) -> usize {
     let mut state = lock();

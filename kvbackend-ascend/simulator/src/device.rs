@@ -1,4 +1,4 @@
-//! Devices: their number, a thread's current device, and their properties.
+//! Devices: their number and properties, and a thread's current device.
 
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_void};
@@ -7,9 +7,9 @@ use crate::address::Space;
 use crate::state::{DEVICES, SimState, call, invalid, keep_rule, last_rule, lock, refuse, set_current};
 use crate::types as sys;
 
-/// Memory of the small device, in bytes.
+/// The small device's memory size, in bytes.
 const SMALL: u64 = 64 << 20;
-/// Memory of the other devices, in bytes.
+/// All other devices' memory size, in bytes.
 const LARGE: u64 = 8 << 30;
 
 /// The device that runs nothing before a wait.
@@ -22,9 +22,9 @@ pub(crate) struct SimDevice {
     pub(crate) space: Space,
     pub(crate) lazy: bool,
     pub(crate) limit: u64,
-    /// Why the device is lost, if it is.
+    /// The reason why the device is lost, if it is.
     pub(crate) lost: Option<String>,
-    /// Number of times that threads have set the device.
+    /// The number of times that threads have set the device without resetting it.
     set: usize,
     pub(crate) peers: Vec<usize>,
     /// The most recently enqueued tasks.
@@ -52,7 +52,7 @@ impl SimDevice {
     }
 }
 
-/// Returns a device's memory size in bytes.
+/// Returns a device's default memory size in bytes.
 pub(crate) fn usual_limit(number: usize) -> u64 {
     if number == SMALL_DEVICE { SMALL } else { LARGE }
 }
@@ -126,7 +126,7 @@ pub extern "C" fn aclrtResetDevice(device: i32) -> sys::aclError {
         let known = &mut state.devices[number];
         known.set -= 1;
         if known.set == 0 && !streams {
-            // A device that is opened again works.
+            // A device that is opened again is no longer lost.
             known.lost = None;
         }
         Ok(())

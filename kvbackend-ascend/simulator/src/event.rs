@@ -1,4 +1,4 @@
-//! Events: points in a stream's order, which may be recorded again.
+//! Events: points in a stream's order of work, which may be recorded again.
 
 use std::ffi::c_void;
 
@@ -12,11 +12,11 @@ use crate::types as sys;
 #[derive(Debug, Default)]
 pub(crate) struct SimEvent {
     device: usize,
-    /// The index of the last record.
+    /// The index of the event's last record.
     pub(crate) recorded: u64,
-    /// The index of the last record that was reached.
+    /// The index of the last record that the stream has reached.
     pub(crate) reached: u64,
-    /// The capture that the last record belongs to. A captured record is never reached by itself.
+    /// The capture that the last record belongs to. A captured record is never reached outside of its graph.
     capture: Option<u64>,
     /// The stream of the last record.
     pub(crate) stream: u64,
@@ -32,7 +32,7 @@ impl SimState {
         }
     }
 
-    /// Refuses an event that belongs to a capture.
+    /// Returns an error if the event belongs to a capture.
     fn check_outside(&mut self, event: sys::aclrtEvent) -> CallResult {
         match self.event(event)?.capture {
             None => Ok(()),

@@ -1,4 +1,4 @@
-//! Executors: an operator between its two phases.
+//! Executors, which represent operators between their two phases.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ pub(crate) struct Executor {
     name: &'static str,
     workspace: u64,
     action: Action,
-    /// The tensors from the first phase, which must live until the second.
+    /// The tensors from the first phase, which must stay alive until the second phase.
     tensors: Vec<u64>,
-    /// True if a separate call destroys the executor.
+    /// True if a separate call must destroy the executor.
     repeatable: bool,
 }
 
-/// The first phase of an operator: finds its operands and stores its action.
+/// An operator's first phase, which finds its operands and defines its action.
 pub(crate) struct First<'a> {
     pub(crate) state: &'a mut SimState,
     tensors: Vec<u64>,
@@ -33,7 +33,7 @@ pub(crate) fn wrong<T>(rule: impl Into<String>) -> CallResult<T> {
 }
 
 impl First<'_> {
-    /// Returns a tensor from the arguments.
+    /// Returns the view of a tensor argument.
     pub(crate) fn tensor(&mut self, tensor: *const sys::aclTensor) -> CallResult<View> {
         if tensor.is_null() {
             return refuse(NULL, "a tensor that must be there is null");
@@ -49,7 +49,7 @@ impl First<'_> {
         Ok(view)
     }
 
-    /// Returns a tensor that the operator writes to.
+    /// Returns the view of a tensor argument that the operator writes to.
     pub(crate) fn output(&mut self, tensor: *const sys::aclTensor) -> CallResult<View> {
         let view = self.tensor(tensor)?;
         if view.overlaps_itself() {
@@ -58,7 +58,7 @@ impl First<'_> {
         Ok(view)
     }
 
-    /// Returns the only tensor of a list.
+    /// Returns the view of a list's only tensor.
     pub(crate) fn only(&mut self, list: *const sys::aclTensorList) -> CallResult<View> {
         match self.state.lists.get(&(list as u64)).map(Vec::as_slice) {
             Some(&[tensor]) => self.tensor(tensor as *const sys::aclTensor),
@@ -98,7 +98,7 @@ pub(crate) unsafe fn first(
             refusal
         })?;
         let (tensors, elements) = (std::mem::take(&mut first.tensors), first.elements);
-        // Some operators need no workspace.
+        // Operators need workspaces of different sizes, and some need none.
         let wanted = if elements.is_multiple_of(3) { 0 } else { 1000 + elements as u64 % 4096 };
         let handle = state.handle();
         state
@@ -149,8 +149,8 @@ pub(crate) fn second(
     })
 }
 
-/// Keeps an executor until a separate call destroys it. Here, the second phase consumes it anyway, because
-/// the backend never uses an executor twice.
+/// Keeps an executor until a separate call destroys it. In the simulator, the second phase consumes it
+/// anyway, because the backend never uses an executor twice.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclSetAclOpExecutorRepeatable(executor: *mut sys::aclOpExecutor) -> sys::aclnnStatus {
     call("aclSetAclOpExecutorRepeatable", |state| match state.executors.get_mut(&(executor as u64)) {

@@ -1,7 +1,7 @@
-//! Graphs: tasks that are captured instead of enqueued, and run each time the graph is executed.
+//! Graphs: tasks that are captured instead of enqueued, and that run each time the graph is executed.
 //!
-//! A stream's tasks keep the order in which they were captured. Tasks of different streams are ordered only
-//! by events: unordered tasks that access the same bytes are a fault, as they are on plain streams.
+//! A stream's tasks keep the order in which they were captured. Only events order tasks of different streams:
+//! if unordered tasks access the same bytes, this is a fault, as on plain streams.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -13,11 +13,12 @@ use crate::state::{CallResult, SimState, call, invalid, lock, refuse};
 use crate::task::{Action, StreamTask, TaskWork};
 use crate::types as sys;
 
-/// The code for a call that is refused during a capture.
+/// The code for a call that is not allowed during a capture.
 pub(crate) const STREAM_CAPTURED: i32 = 107_027;
 /// The code for a wait for an event outside of the stream's capture.
 const CAPTURE_DEPENDENCY: i32 = 107_024;
-/// The code for ending a capture that the stream did not begin, or that a stream has not joined again.
+/// The code for ending a capture that the stream did not begin, or in which another stream has not been
+/// joined back.
 const CAPTURE_UNMATCHED: i32 = 107_036;
 /// The code for ending a capture on another thread.
 const CAPTURE_WRONG_THREAD: i32 = 107_038;
@@ -31,14 +32,14 @@ enum CapturedTask {
     Run(u64, Action),
 }
 
-/// A capture that is under way.
+/// A capture in progress.
 struct Capture {
     origin: u64,
     device: usize,
     mode: sys::aclmdlRICaptureMode,
     thread: ThreadId,
     tasks: Vec<CapturedTask>,
-    /// Why the capture cannot become a graph.
+    /// The reason why the capture cannot become a graph, if there is one.
     broken: Option<String>,
 }
 
@@ -47,7 +48,7 @@ struct SimGraph {
     device: usize,
     origin: u64,
     tasks: Arc<Vec<CapturedTask>>,
-    /// How many times the graph was executed.
+    /// The number of times that the graph was executed.
     runs: u64,
 }
 
@@ -67,7 +68,7 @@ impl SimGraphs {
 }
 
 impl SimState {
-    /// Returns the capture that a stream takes part in.
+    /// Returns the capture that a stream takes part in, if there is one.
     pub(crate) fn capture_of(&self, stream: u64) -> Option<u64> {
         self.streams.get(&stream).and_then(|stream| stream.capture)
     }
@@ -78,14 +79,14 @@ impl SimState {
         }
     }
 
-    /// Refuses a call on a stream that is being captured, and invalidates the capture.
+    /// If a stream is being captured, returns an error for the call, and invalidates the capture.
     pub(crate) fn outside_captures(&mut self, stream: u64, what: &str) -> CallResult {
         let Some(capture) = self.capture_of(stream) else { return Ok(()) };
         self.break_capture(capture, what);
         refuse(STREAM_CAPTURED, format!("{what} on a stream that is being captured"))
     }
 
-    /// Refuses a call during a capture in any mode except the relaxed one.
+    /// Returns an error for a call during a capture in any mode except the relaxed mode.
     pub(crate) fn outside_strict_captures(&mut self, device: usize, what: &str) -> CallResult {
         let (thread, relaxed) = (std::thread::current().id(), sys::ACL_MODEL_RI_CAPTURE_MODE_RELAXED);
         let strict = |capture: &Capture| {
@@ -99,7 +100,7 @@ impl SimState {
         refuse(STREAM_CAPTURED, format!("{what} during a capture"))
     }
 
-    /// Adds a stream that waits for an event to the event's capture.
+    /// Adds a stream to the capture of the event that it waits for.
     pub(crate) fn join_capture(&mut self, stream: u64, of_event: Option<u64>) -> CallResult {
         let own = self.capture_of(stream);
         let Some(wanted) = of_event.filter(|wanted| self.graphs.captures.contains_key(wanted)) else {
@@ -165,7 +166,7 @@ impl SimState {
         if let Some(reason) = capture.broken {
             return refuse(CAPTURE_INVALIDATED, format!("a capture that {reason} has ended"));
         }
-        // Events must order each stream's last task before the end.
+        // Events must order each stream's last task before the end of the capture.
         let ordered = moments(&capture.tasks, &VectorClock::default(), (0, 0));
         let end = ordered.ends.get(&capture.origin).cloned().unwrap_or_default();
         for (stream, last) in ordered.last {
@@ -186,14 +187,14 @@ impl SimState {
 #[derive(Default)]
 struct Ordered {
     tasks: Vec<StreamTask>,
-    /// The ID that stands for each stream.
+    /// The ID that each stream has in this run.
     streams: HashMap<u64, u64>,
     ends: HashMap<u64, VectorClock>,
     last: HashMap<u64, u64>,
 }
 
-/// Assigns positions in the order to a graph's tasks, after a clock. The streams' IDs start at `first`, and
-/// their ticks come after the ticks of earlier runs.
+/// Orders a graph's tasks after the tasks in `before`. The streams' IDs start at `first`, and their task
+/// indices continue after those of the earlier runs.
 fn moments(tasks: &[CapturedTask], before: &VectorClock, (first, runs): (u64, u64)) -> Ordered {
     let (mut ordered, mut events) = (Ordered::default(), HashMap::<u64, VectorClock>::new());
     for task in tasks {

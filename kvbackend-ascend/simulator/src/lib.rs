@@ -1,13 +1,13 @@
 //! A simulator of the CANN libraries that the Ascend backend loads: a single library under all their names,
 //! which runs on the CPU.
 //!
-//! It is stricter than a device. The host cannot read device memory; fresh memory contains NaN; memory is
-//! checked when work *executes*, and a fault loses the device; executors are used only once; unordered work
-//! of two streams on the same bytes is a fault. The simulator states what we believe CANN's contract to be,
-//! and cannot show that we are right.
+//! The simulator is stricter than a device. The host cannot read device memory, new memory contains NaN,
+//! memory accesses are checked when work *executes*, a fault loses the device, an executor can be used only
+//! once, and unordered work of two streams on the same bytes is a fault. The simulator implements CANN's
+//! contract as we understand it; it cannot show that we are right.
 //!
-//! It has no threads of its own. An eager device runs work as soon as it is enqueued and its waits are done;
-//! a lazy device runs nothing before a wait. Every run of a program is the same.
+//! The simulator starts no threads. An eager device runs work as soon as it is enqueued and its waits are
+//! done; a lazy device runs nothing before a wait. Every run of a program gives the same result.
 #![allow(
     clippy::cast_ptr_alignment,
     clippy::missing_safety_doc,

@@ -28,12 +28,12 @@ impl Pinned {
         (bytes.end <= start + *len as u64).then_some(accesses)
     }
 
-    /// Returns whether bytes are in pinned memory.
+    /// Returns whether a range of bytes is in pinned memory.
     pub(crate) fn has(&mut self, bytes: &Range<u64>) -> bool {
         self.find(bytes).is_some()
     }
 
-    /// Records a task's access, or returns its fault.
+    /// Records a task's access to pinned memory, or returns the fault that it causes.
     pub(crate) fn access(
         &mut self,
         bytes: &Range<u64>,

@@ -1,4 +1,4 @@
-//! State that all calls share, and the common entry of calls.
+//! The state that all calls share, and the function through which all calls run.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ use crate::stream::SimStream;
 use crate::tensor::{HostNumber, View};
 use crate::types as sys;
 
-/// Number of devices that the simulator has.
+/// The simulator's number of devices.
 pub(crate) const DEVICES: usize = 4;
 
 /// A failed call: its error code, and the rule that was broken.
@@ -30,7 +30,7 @@ pub(crate) struct BrokenRule {
     pub(crate) rule: String,
 }
 
-/// The result of a call.
+/// The result of a simulated call.
 pub(crate) type CallResult<T = ()> = Result<T, BrokenRule>;
 
 /// Returns the error for an invalid argument.
@@ -59,7 +59,7 @@ pub(crate) struct SimState {
     pub(crate) controls: Controls,
     pub(crate) hccl: Groups,
     pub(crate) graphs: SimGraphs,
-    /// The tasks that the host has waited for.
+    /// The tasks that come before everything that the host enqueues next.
     pub(crate) host: VectorClock,
     next: u64,
 }
@@ -72,7 +72,7 @@ thread_local! {
 }
 
 impl SimState {
-    /// Returns a new handle, different from all others.
+    /// Returns a new handle, which differs from all earlier handles.
     pub(crate) fn handle(&mut self) -> u64 {
         self.next += 16;
         self.next
@@ -93,7 +93,7 @@ impl SimState {
         Ok(device)
     }
 
-    /// Refuses a lost device.
+    /// Returns an error if a device is lost.
     pub(crate) fn check_alive(&self, device: usize) -> CallResult {
         match &self.devices[device].lost {
             Some(reason) => refuse(sys::ACL_ERROR_RT_AICORE_EXCEPTION as i32, reason.clone()),
@@ -131,7 +131,7 @@ pub(crate) fn lock() -> MutexGuard<'static, SimState> {
     STATE.get_or_init(new).lock()
 }
 
-/// Notified when a rank has done something that others may be waiting for.
+/// A condition that is notified when a rank has done something that other ranks may be waiting for.
 static CHANGED: Condvar = Condvar::new();
 
 /// Wakes the threads that wait for other ranks.
@@ -139,12 +139,12 @@ pub(crate) fn changed() {
     CHANGED.notify_all();
 }
 
-/// Lets other threads run until something changes. Returns whether that happened before `until`.
+/// Releases the state until another thread calls [`changed`]. Returns whether that happened before `until`.
 pub(crate) fn wait_for_change(state: &mut MutexGuard<'static, SimState>, until: Instant) -> bool {
     !CHANGED.wait_until(state, until).timed_out()
 }
 
-/// Runs a call after the libraries have been started, unless a test makes it fail or do nothing.
+/// Runs a call, which requires that ACL has been started. A test may make the call fail or do nothing.
 pub(crate) fn call(name: &str, run: impl FnOnce(&mut SimState) -> CallResult) -> i32 {
     call_that_waits(name, |state| run(state))
 }
@@ -166,7 +166,7 @@ pub(crate) fn call_that_waits(
     keep_rule(outcome)
 }
 
-/// Stores, for this thread, the rule that a failed call broke. Returns the call's code.
+/// Stores the rule that a failed call broke, for this thread. Returns the call's error code.
 pub(crate) fn keep_rule(outcome: CallResult) -> i32 {
     match outcome {
         Ok(()) => 0,

@@ -1,4 +1,4 @@
-//! Streams: queues of tasks, and when they run.
+//! Streams: queues of tasks, and the rules by which the tasks run.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -14,12 +14,12 @@ use crate::types as sys;
 /// The maximum number of tasks in a device's trace.
 const TRACED: usize = 1 << 16;
 
-/// The code for a wait that nothing can end.
+/// The code for a wait that can never end.
 const STUCK: i32 = sys::ACL_ERROR_RT_INTERNAL_ERROR as i32;
 
-/// The code for a wait that took too long.
+/// The code for a wait that timed out.
 const STREAM_SYNC_TIMEOUT: i32 = 507_046;
-/// The longest wait for other ranks.
+/// The maximum time that a call without a time-out waits for other ranks.
 const LONG: Duration = Duration::from_secs(60);
 
 /// A stream.
@@ -29,9 +29,9 @@ pub(crate) struct SimStream {
     tasks: VecDeque<StreamTask>,
     pub(crate) clock: VectorClock,
     ticks: u64,
-    /// The capture that records the enqueued tasks.
+    /// The capture that records the enqueued tasks, if there is one.
     pub(crate) capture: Option<u64>,
-    /// Whether the stream's tasks are being run. Ends circular waits.
+    /// True while the stream's tasks are being run, so that circular waits end.
     runs: bool,
 }
 
@@ -46,7 +46,7 @@ impl SimStream {
 }
 
 impl SimState {
-    /// Returns a stream that belongs to this thread's device.
+    /// Returns the ID of a stream, which must belong to this thread's device.
     pub(crate) fn stream_here(&self, stream: sys::aclrtStream) -> CallResult<u64> {
         let device = self.alive()?;
         match self.streams.get(&(stream as u64)) {
@@ -56,7 +56,7 @@ impl SimState {
         }
     }
 
-    /// Returns a clock with all tasks before a stream's next task.
+    /// Returns the clock of all tasks that come before a stream's next task.
     pub(crate) fn clock_of(&self, stream: u64) -> VectorClock {
         self.streams.get(&stream).map(|stream| stream.clock.clone()).unwrap_or_default()
     }
@@ -88,8 +88,8 @@ impl SimState {
         Ok(())
     }
 
-    /// Adds a graph's tasks, which already have their positions in the order, to a stream. The tasks in `end`
-    /// come before the stream's next task.
+    /// Adds a graph's tasks to a stream. Their positions in the order must be assigned already. The stream's
+    /// next task comes after the tasks in `end`.
     pub(crate) fn enqueue_graph(&mut self, stream: u64, tasks: Vec<StreamTask>, end: &VectorClock) {
         let Some(known) = self.streams.get_mut(&stream) else { return };
         known.tasks.extend(tasks);
@@ -101,7 +101,7 @@ impl SimState {
         }
     }
 
-    /// Adds an enqueued task to its device's trace.
+    /// Adds an enqueued task's name to its device's trace.
     fn note(&mut self, device: usize, name: &str) {
         let device = &mut self.devices[device];
         if device.trace.len() == TRACED {
@@ -161,7 +161,7 @@ impl SimState {
         }
     }
 
-    /// Returns whether an event's record is reached once its stream has run up to it.
+    /// Runs an event's stream up to the given record of the event. Returns whether the record was reached.
     fn is_reached(&mut self, event: u64, number: u64) -> bool {
         let reached =
             move |state: &Self| state.events.get(&event).is_none_or(|known| known.reached >= number);
@@ -209,7 +209,7 @@ impl SimState {
     }
 }
 
-/// Waits for a stream while other ranks may still let its tasks run.
+/// Waits for a stream as long as tasks of other ranks may still unblock it.
 fn synchronize_until(
     state: &mut MutexGuard<'static, SimState>,
     stream: sys::aclrtStream,

@@ -1,4 +1,4 @@
-//! Tasks on streams: copies, fills, operators, and the memory that they may access.
+//! Tasks on streams (copies, fills, operators), and checks of the memory that they access.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -9,7 +9,7 @@ use crate::hccl::RankPart;
 use crate::state::{CallResult, SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// A task's action, run once, or once for each run of a graph. Returns the fault, if there is one.
+/// A task's action. It runs once, or once per run of a graph, and returns the fault if there is one.
 pub(crate) type Action = Arc<dyn Fn(&mut SimState, &TaskMoment) -> Result<(), String> + Send + Sync>;
 
 /// The kind of work that a task does.
@@ -49,7 +49,7 @@ fn range(at: *const c_void, bytes: usize) -> Range<u64> {
     at as u64..at as u64 + bytes as u64
 }
 
-/// Checks that both ends of a copy match its kind.
+/// Checks that the source and destination of a copy match its kind.
 fn check_ends(
     state: &mut SimState,
     kind: sys::aclrtMemcpyKind,
@@ -139,7 +139,7 @@ pub extern "C" fn aclrtMemsetAsync(
     })
 }
 
-/// Copies immediately on the host, without waiting for any stream.
+/// Copies bytes immediately, without waiting for any stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtMemcpy(
     dst: *mut c_void,

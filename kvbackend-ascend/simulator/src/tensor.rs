@@ -1,4 +1,4 @@
-//! Tensors, scalars and lists of numbers, in the form that operators take.
+//! Tensors, scalars and lists of numbers, in the form that operators expect.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -13,10 +13,10 @@ pub(crate) const INVALID: i32 = 161_002;
 /// The code for a null operator argument.
 pub(crate) const NULL: i32 = 161_001;
 
-/// Alignment of a tensor's memory in bytes.
+/// The required alignment of a tensor's memory, in bytes.
 const ALIGN: u64 = 32;
 
-/// The arguments of `aclCreateTensor`.
+/// A tensor, as described by the arguments of `aclCreateTensor`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct View {
     /// Address of the first element of the view.
@@ -24,11 +24,11 @@ pub(crate) struct View {
     pub(crate) dtype: sys::aclDataType,
     pub(crate) dims: Vec<usize>,
     pub(crate) strides: Vec<usize>,
-    /// The rule that the tensor breaks, if any.
+    /// The rule that the tensor breaks, if there is one.
     pub(crate) wrong: Option<String>,
 }
 
-/// A number passed from the host.
+/// A number on the host that is passed to operators.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HostNumber(pub(crate) f32);
 
@@ -48,7 +48,7 @@ impl View {
         self.dims.iter().product()
     }
 
-    /// Returns the range of bytes from the first element to the last, or none if the view is empty.
+    /// Returns the range of bytes from the first element through the last, or `None` if the view is empty.
     pub(crate) fn bytes(&self) -> Option<Range<u64>> {
         if self.len() == 0 {
             return None;
@@ -67,7 +67,7 @@ impl View {
         })
     }
 
-    /// Returns whether two of the elements may share an address.
+    /// Returns whether any two elements may share an address.
     pub(crate) fn overlaps_itself(&self) -> bool {
         let mut axes: Vec<(usize, usize)> =
             self.strides.iter().copied().zip(self.dims.iter().copied()).filter(|axis| axis.1 > 1).collect();
@@ -84,7 +84,7 @@ impl View {
 /// Reads element `i` of a row at an address, as f32.
 ///
 /// # Safety
-/// The element must be alive.
+/// The element must be in live memory.
 pub(crate) unsafe fn load(dtype: sys::aclDataType, at: *const u8, i: usize) -> f32 {
     match dtype {
         sys::ACL_FLOAT => at.cast::<f32>().add(i).read_unaligned(),
@@ -99,7 +99,7 @@ pub(crate) unsafe fn load(dtype: sys::aclDataType, at: *const u8, i: usize) -> f
 /// Writes element `i` of a row at an address, rounded to nearest even.
 ///
 /// # Safety
-/// The element must be alive.
+/// The element must be in live memory.
 pub(crate) unsafe fn store(dtype: sys::aclDataType, at: *mut u8, i: usize, x: f32) {
     match dtype {
         sys::ACL_FLOAT => at.cast::<f32>().add(i).write_unaligned(x),
@@ -111,7 +111,7 @@ pub(crate) unsafe fn store(dtype: sys::aclDataType, at: *mut u8, i: usize, x: f3
     }
 }
 
-/// Returns the rule that a tensor's arguments break, if any.
+/// Returns the rule that a tensor's arguments break, if there is one.
 unsafe fn wrong(dims: &[i64], strides: &[i64], offset: i64, storage: &[i64], data: u64) -> Option<String> {
     if dims.is_empty() || dims.len() > 8 {
         return Some(format!("a tensor of rank {}", dims.len()));
@@ -162,7 +162,7 @@ pub unsafe extern "C" fn aclCreateTensor(
 pub extern "C" fn aclDestroyTensor(tensor: *const sys::aclTensor) -> sys::aclnnStatus {
     call("aclDestroyTensor", |state| {
         if state.lists.values().flatten().any(|&listed| listed == tensor as u64) {
-            // CANN would free it twice, with undefined results, so all devices are lost from here.
+            // CANN would free the tensor twice, with undefined results, so all devices are lost.
             state
                 .devices
                 .iter_mut()

@@ -1,19 +1,19 @@
-//! Reserved addresses, and the physical memory that is mapped there.
+//! Reserved address ranges, and the physical memory that is mapped to them.
 
 use std::ffi::c_void;
 
 use crate::state::{SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// Sizes and addresses must be multiples of this number of bytes.
+/// The granularity in bytes. Sizes and addresses must be multiples of it.
 const GRANULE: u64 = 2 << 20;
 
 /// All devices' virtual memory.
 #[derive(Default)]
 pub(crate) struct Reservations {
-    /// Reserved ranges: device, first address, number of bytes.
+    /// The reserved ranges: device, first address, number of bytes.
     ranges: Vec<(usize, u64, u64)>,
-    /// Physical memory: handle, device, number of bytes, and the address at which it is mapped.
+    /// The physical allocations: handle, device, number of bytes, and the address at which they are mapped.
     physical: Vec<(u64, usize, u64, Option<u64>)>,
 }
 

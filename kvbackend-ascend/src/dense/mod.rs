@@ -1,7 +1,7 @@
 //! A model's dense steps on the device: everything between token IDs and logits, except attention.
 //!
 //! Steps take and return views in f32. They run one after another on their own stream, which
-//! [`AscendDenseSteps::order`] can synchronize with another stream. Weights are widened to f32 when they are
+//! [`AscendDenseSteps::order`] can synchronise with another stream. Weights are widened to f32 when they are
 //! copied to the device, and products are computed in f32.
 
 use std::fmt;

@@ -1,4 +1,4 @@
-//! Codes and scales of int8 caches, bit for bit as defined.
+//! The codes and scales of int8 caches, which must match their definition bit for bit.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::simulator::{LAZY, with_others};
 const DIM: usize = 32;
 const GROUP: usize = 8;
 
-/// Returns rows with groups of any magnitude, including zeros, the smallest and largest numbers, and
+/// Returns rows with groups of all magnitudes, including zeros, the smallest and largest numbers, and
 /// non-finite numbers.
 fn rows() -> Vec<f32> {
     let bytes = noise(5, 4 * 64 * DIM);
@@ -21,7 +21,7 @@ fn rows() -> Vec<f32> {
         .chunks_exact(4)
         .enumerate()
         .map(|(at, b)| {
-            // Each group has its own exponent, from below the smallest f16 to above the largest.
+            // Each group has its own exponent, from below the smallest f16 to above the largest f16.
             let exponent = (at / GROUP) as i32 % 64 - 40;
             (f32::from(b[0]) - 127.5 + f32::from(b[1]) / 256.0) * 2f32.powi(exponent)
         })

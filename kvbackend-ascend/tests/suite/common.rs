@@ -7,7 +7,7 @@ use kvconform::raw;
 pub(crate) use kvconform::raw::noise;
 use kvcore::{Backend, DType, KvArena, KvShape, Stream, TensorView};
 
-/// Opens a device, or prints why there is none.
+/// Opens a device, or prints why it cannot.
 pub(crate) fn opened(device: usize) -> Option<Arc<AscendBackend>> {
     AscendBackend::with_options(&AscendOptions { device, plain: false })
         .inspect_err(|reason| kvconform::skip(reason))

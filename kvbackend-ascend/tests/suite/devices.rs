@@ -1,4 +1,4 @@
-//! The cases for devices and groups that all backends share, on NPUs or on the simulator.
+//! The test cases for devices and groups that all backends share, on NPUs or on the simulator.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const LOST: i32 = 507_015;
 /// HCCL's code for an internal failure.
 const INTERNAL: i32 = 4;
 
-/// Set for the process in which calls do nothing.
+/// Environment variable for the child process in which calls do nothing.
 const SILENT: &str = "KV_ASCEND_TEST_SILENT";
 
 /// NPUs, or the devices of the simulator.
@@ -131,7 +131,7 @@ impl GroupRig for Npus {
     }
 }
 
-/// Runs cases while no other test runs, and on the simulator if it stands in for CANN.
+/// Runs cases while no other test runs. They run on the simulator if it replaces CANN.
 fn run(cases: impl FnOnce(&Npus) -> std::result::Result<(), kvconform::Failure>) {
     let alone = alone();
     if let Err(failure) = cases(&Npus(alone.as_ref().map(|(simulator, _)| *simulator))) {
@@ -206,8 +206,8 @@ fn every_refused_call_of_a_group_is_an_error_and_nothing_is_held() {
     run(|npus| refused_group_calls(npus, &functions, INTERNAL, 16));
 }
 
-/// Runs in a process of its own: a call that does nothing may leave a stream on the simulator's device, which
-/// then cannot be opened again after a fault.
+/// Runs in its own process, because a call that does nothing may leave a stream on the simulator's device.
+/// That device then cannot be opened again after a fault.
 #[test]
 fn a_call_that_does_nothing_is_noticed() {
     if std::env::var_os(SILENT).is_none() {

@@ -1,4 +1,4 @@
-//! NPU failures: memory that runs out during an operation, waits that are refused, devices that cannot be
+//! NPU failures: memory that runs out during an operation, waits that fail, and devices that cannot be
 //! opened.
 
 use std::sync::Arc;
@@ -44,7 +44,8 @@ fn an_operator_whose_workspace_finds_no_memory_leaves_nothing() {
     let backend = opened(SMALL).unwrap();
     let stream = backend.stream().unwrap();
     let tensor = || allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[5, 8]).unwrap();
-    // The strides differ, so an operator makes the copy; its workspace is the only memory that it takes.
+    // The strides differ, so an operator makes the copy; its workspace is the only memory that the operator
+    // allocates.
     let copy = CopyTensor { src: tensor().slice(1, 0, 4).unwrap(), dst: tensor().slice(1, 4, 8).unwrap() };
     let before = simulator.live(SMALL);
     simulator.limit(SMALL, before[0]);
@@ -71,7 +72,7 @@ fn work_keeps_its_memory_if_the_wait_for_it_is_refused() {
     stream.synchronize().unwrap();
 }
 
-/// Set for the child process in which a lent stream's memory stays.
+/// Environment variable for the child process in which a lent stream's memory is leaked.
 const CHILD: &str = "KV_ASCEND_TEST_LENT_STREAM";
 
 /// Runs in its own process, because work that nothing can wait for never frees its memory and keeps the

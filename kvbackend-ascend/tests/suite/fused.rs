@@ -1,4 +1,4 @@
-//! Fused operators: when they are called, when they are not, and that both ways give the same result.
+//! Fused operators: the cases in which they are called, and equal results with and without them.
 
 use std::sync::Arc;
 
@@ -29,9 +29,9 @@ struct Case {
     kv_heads: usize,
     v_heads: usize,
     v_dim: usize,
-    /// Attention to latents, with separate latent queries.
+    /// True for attention to latents, with separate latent queries.
     latent: bool,
-    /// The row entries are in reverse order.
+    /// True if the row entries are in reverse order.
     reversed: bool,
     window: Option<usize>,
     /// The second layer's window.
@@ -44,14 +44,14 @@ struct Case {
     first: usize,
     with_rope: bool,
     with_lse: bool,
-    /// Rows 3, 4, … use the blocks of rows 0, 1, 2 again.
+    /// The number of rows. Rows 3, 4, … use the blocks of rows 0, 1, 2 again.
     rows: usize,
-    /// Each row sees only its first and third token.
+    /// True if each row sees only its first and third token.
     selects: bool,
     keys: KeyForm,
-    /// The result overwrites the queries.
+    /// True if the result overwrites the queries.
     in_place: bool,
-    /// The factor on the log-sum-exp of the only group.
+    /// The factor for the log-sum-exp of the only merge group.
     lse_scale: f32,
 }
 
@@ -101,7 +101,7 @@ impl Case {
         }
     }
 
-    /// Returns rows with two segments each.
+    /// Returns the attention work: rows with two segments each.
     fn work(&self) -> Arc<AttendWork> {
         let (offset, size) = (if self.with_rope { 7 } else { 0 }, self.block_size);
         let per_segment = self.first.div_ceil(size);
@@ -344,7 +344,7 @@ fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
 #[test]
 fn lists_that_are_used_again_are_held() {
     let Some((_, _alone)) = alone() else { return };
-    // With angles, which may come after the block table, and without.
+    // Runs with angles, which may be sent after the block table, and without.
     for with_rope in [true, false] {
         used_again(&Case { with_rope, ..Case::default() });
     }
@@ -354,7 +354,7 @@ fn used_again(case: &Case) {
     let backend = AscendBackend::with_options(&AscendOptions { device: LAZY, plain: false }).unwrap();
     let stream = backend.stream().unwrap();
     let pool = arena(backend.as_ref(), KvShape { num_blocks: 256, ..case.shape() });
-    // On another stream, so no memory of large lists is available for small ones.
+    // This runs on another stream, so that no memory of large lists can be reused for small ones.
     fill(backend.stream().unwrap().as_ref(), &pool, case.dtype);
     let rope = Arc::new(Rope::new(RopeConfig::new(case.dim, 100.0), 1024).unwrap());
     let (work, dims) = (case.work(), [3, case.heads, case.dim]);
@@ -379,7 +379,7 @@ fn used_again(case: &Case) {
         };
         stream.attend(&attend).unwrap();
     }
-    // So many larger lists that no list memory is left for the first one.
+    // Enough larger lists that no list memory is left for the first one.
     for i in 0..60i64 {
         let slots = WriteSlots::unchecked((i..i + 1500).collect::<Vec<_>>());
         let (k, v) = (rows(1500, case.kv_heads), rows(1500, case.kv_heads));

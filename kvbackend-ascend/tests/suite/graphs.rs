@@ -1,4 +1,4 @@
-//! Captured graphs on the simulator: their capacity, their memory, and dense steps in them.
+//! Captured graphs on the simulator: their capacity, their memory, and the dense steps that they contain.
 
 use std::sync::Arc;
 
@@ -15,12 +15,12 @@ use crate::simulator::{EAGER, LAZY, alone};
 /// ACL's code for an invalidated capture.
 const CAPTURE_INVALIDATED: i32 = 507_903;
 
-/// Returns the fixture on a device.
+/// Returns the one-row fixture on a device.
 fn row_on(device: usize) -> OneRow {
     OneRow::new(opened(device).unwrap().as_ref()).unwrap()
 }
 
-/// Returns the number of tasks of a kind that were enqueued.
+/// Returns the number of enqueued tasks of the given kind.
 fn queued(trace: &[String], kind: &str) -> usize {
     trace.iter().filter(|line| line.split(' ').next() == Some(kind)).count()
 }
@@ -158,7 +158,7 @@ fn dense_steps_join_a_capture() {
             let expected = read(&pass(&inputs.tokens).unwrap());
             simulator.trace(device);
             graph.replay(&inputs).unwrap();
-            // Work that runs at the same time as the replay takes none of the graph's memory.
+            // Work that runs at the same time as the replay must not use the graph's memory.
             pass(&[8]).unwrap();
             assert_eq!(read(&logits), expected, "token {at}, device {device}");
             let trace = simulator.trace(device);

@@ -1,4 +1,4 @@
-//! Groups of NPUs that fail because of HCCL.
+//! NPU groups that fail because of HCCL.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -25,11 +25,11 @@ fn a_join_whose_time_is_up_leaves_nothing() {
     let error = HcclCommunicator::new(&backend, &id, 1, 2, SHORT).unwrap_err();
     let call = "the start of the group".to_owned();
     assert_eq!(error, Error::RanksTimedOut { rank: 1, call, limit: SHORT });
-    // HCCL's own time-out ends first.
+    // HCCL's own time-out expires first.
     let id = HcclId::new(&backend).unwrap();
     let error = HcclCommunicator::new(&backend, &id, 0, 2, LONG).unwrap_err();
     assert!(matches!(&error, Error::Device { reason, .. } if reason.contains("never came")), "{error}");
-    // A rank that has timed out leaves nothing once HCCL returns to it.
+    // A rank that has timed out leaves nothing behind once HCCL's call returns.
     let end = Instant::now() + Duration::from_secs(10);
     while simulator.live(EAGER) != before && Instant::now() < end {
         thread::sleep(Duration::from_millis(1));
@@ -43,7 +43,7 @@ fn a_failure_that_hccl_knows_of_fails_the_group() {
     for devices in [[EAGER, LAZY], [LAZY, EAGER]] {
         let backends = devices.map(|device| opened(device).unwrap());
         let id = HcclId::new(&backends[0]).unwrap();
-        // Ranks that have no information about each other, as in several processes.
+        // These ranks have no information about each other, as if they were in different processes.
         let call = |number: usize| {
             let backend = &backends[number];
             let rank = HcclCommunicator::new(backend, &id, number, 2, LONG).unwrap();

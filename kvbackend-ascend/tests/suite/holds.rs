@@ -1,5 +1,5 @@
-//! Memory that enqueued work uses lives until the work is done, even if the caller drops it. The lazy device
-//! runs nothing before the wait at the end.
+//! Memory that enqueued work uses must live until the work is done, even if the caller drops it. The lazy
+//! device runs nothing before the wait at the end of each test.
 
 use std::sync::Arc;
 
@@ -37,8 +37,8 @@ fn rope() -> Arc<Rope> {
     Arc::new(Rope::new(RopeConfig::new(8, 100.0), 64).unwrap())
 }
 
-/// Runs `enqueue` many times, and waits only afterwards. The memory that it made and dropped must live until
-/// the wait, and must then be freed.
+/// Runs `enqueue` many times, and waits only afterwards. The memory that `enqueue` allocates and drops must
+/// live until this wait, and must then be freed.
 fn held(name: &str, enqueue: impl Fn(&dyn Backend, &dyn Stream, i64)) {
     let Some((simulator, _alone)) = alone() else { return };
     let backend = opened(LAZY).unwrap();
@@ -122,7 +122,7 @@ fn rows_that_are_rotated_in_place() {
     });
 }
 
-/// Work holds the device lists that it reuses.
+/// Work must hold the device lists that it reuses.
 #[test]
 fn lists_that_are_used_again() {
     let Some((_, _alone)) = alone() else { return };
@@ -160,7 +160,7 @@ fn lists_that_are_used_again() {
         scatter(&few);
         attend();
     }
-    // So many larger lists that no list memory is left for the first one.
+    // Enough larger lists that no list memory is left for the first one.
     for i in 0..60i64 {
         scatter(&WriteSlots::unchecked((i..i + 1500).collect::<Vec<_>>()));
     }

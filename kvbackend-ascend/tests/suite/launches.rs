@@ -1,4 +1,4 @@
-//! A batch needs no more operators if it has more sequences or more chunks per sequence.
+//! The number of operators for a batch does not grow with its sequences or with the chunks per sequence.
 
 use std::sync::Arc;
 

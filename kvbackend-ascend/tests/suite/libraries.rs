@@ -1,5 +1,5 @@
-//! Libraries that are missing, that lack operators, or that are stubs, and the resulting errors. Each test
-//! opens them in its own process, because a process loads its libraries only once.
+//! The errors for libraries that are missing, that lack operators, or that are stubs. Each test opens them in
+//! its own process, because a process loads its libraries only once.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,10 +9,10 @@ use kvcore::Error;
 
 use crate::simulator::alone;
 
-/// Set for the child process that opens the backend.
+/// Environment variable for the child process that opens the backend.
 const CHILD: &str = "KV_ASCEND_TEST_CHILD";
 
-/// Opens the backend in its own process, and prints the error.
+/// Opens the backend in a child process, and prints the error.
 #[test]
 fn child() {
     let Ok(mode) = std::env::var(CHILD) else { return };
@@ -31,7 +31,7 @@ fn report() {
     }
 }
 
-/// Returns the child's output with the libraries from a folder.
+/// Returns the output of the child process when it loads the libraries from a folder.
 fn output_of(folder: &Path, mode: &str) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -71,7 +71,7 @@ fn a_missing_library_is_named_with_the_files_that_were_tried() {
 #[test]
 fn a_library_without_operators_is_named_with_the_missing_ones() {
     let Some(folder) = folder("other-operators", &["libascendcl.so", "libnnopbase.so"]) else { return };
-    // A library that is not part of CANN.
+    // This library is not part of CANN.
     let other = ["/lib/x86_64-linux-gnu/libm.so.6", "/lib/aarch64-linux-gnu/libm.so.6", "/lib64/libm.so.6"];
     let Some(other) = other.iter().find(|path| Path::new(path).exists()) else {
         return println!("this machine has no libm.so.6 in the usual folders");

@@ -1,4 +1,4 @@
-//! Memory and streams lent by engines, and pools that sleep part by part.
+//! Memory and streams that engines lend, and pools that sleep in parts.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ fn lent_memory_keeps_its_owner_and_its_address() {
     assert_eq!(download(stream.as_ref(), &all)[64..192], noise(3, 128));
     drop((view, stream));
     assert_eq!(Arc::strong_count(&owner), 1);
-    // SAFETY: the call is refused.
+    // SAFETY: the address is 0, so the call is refused and the memory is never used.
     assert!(unsafe { backend.lent(0, 1, owner) }.is_err());
 }
 
@@ -61,7 +61,8 @@ fn a_thread_keeps_its_device() {
     let (one, other) = (opened(EAGER).unwrap(), opened(LAZY).unwrap());
     let views = [&one, &other].map(|b| upload(b.as_ref(), DType::U8, &[8], &noise(1, 8)));
     let streams = [&one, &other].map(|b| b.stream().unwrap());
-    // Calls on the two devices alternate on one thread, and on threads that have had no device yet.
+    // Calls on the two devices alternate, first on one thread, then on threads that have no current device
+    // yet.
     for _ in 0..3 {
         for (stream, view) in streams.iter().zip(&views) {
             assert_eq!(download(stream.as_ref(), view), noise(1, 8));

@@ -1,4 +1,5 @@
-//! The simulator's rules: tests break each rule with calls that a backend could make, and check the error.
+//! The simulator's rules. The tests break each rule with calls that a backend could make, and check the
+//! error.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -11,7 +12,7 @@ const OK: i32 = 0;
 const INVALID: i32 = 107_000;
 /// ACL's code for a thread without a context.
 const NO_CONTEXT: i32 = 107_002;
-/// ACL's code for a call that a capture refuses.
+/// ACL's code for a call that is not allowed during a capture.
 const CAPTURED: i32 = 107_027;
 /// ACL's code for an invalidated capture.
 const INVALIDATED: i32 = 507_903;
@@ -27,7 +28,7 @@ const FORMAT_ND: i32 = 2;
 
 type Pointer = *mut c_void;
 
-/// ACL calls from one thread that has a device.
+/// Makes ACL calls from one thread that has set a device.
 struct Caller<'a> {
     simulator: &'a Simulator,
     device: i32,
@@ -37,7 +38,8 @@ struct Caller<'a> {
 macro_rules! call {
     ($caller:expr, $name:literal, ($($argument:expr => $type:ty),*)) => {{
         let entry = $caller.simulator.entry::<unsafe extern "C" fn($($type),*) -> i32>($name);
-        // SAFETY: the function has these arguments; the simulator checks the memory that they point to.
+        // SAFETY: the function has arguments of these types; the simulator checks the memory that they point
+        // to.
         unsafe { entry($($argument),*) }
     }};
 }
@@ -98,8 +100,8 @@ impl<'a> Caller<'a> {
         unsafe { make(dims.as_ptr(), rank, dtype, strides.as_ptr(), 0, FORMAT_ND, storage.as_ptr(), 1, at) }
     }
 
-    /// Runs the first phase of an operator with one operand. Returns its code, the size of its workspace in
-    /// bytes, and the executor.
+    /// Runs the first phase of an operator with one operand. Returns the error code, the size of its
+    /// workspace in bytes, and the executor.
     fn exp(&self, x: Pointer, out: Pointer) -> (i32, u64, Pointer) {
         let (mut bytes, mut executor) = (0, null_mut());
         let code = call!(self, "aclnnExpGetWorkspaceSize", (x => Pointer, out => Pointer, &raw mut bytes => *mut u64, &raw mut executor => *mut Pointer));
@@ -214,7 +216,7 @@ fn operators_refuse_wrong_operands_and_executors_run_once() {
         caller.tensor(at(1024), INT32, &[4, 8]),
         caller.tensor(at(64), FLOAT, &[4, 8]),
     ];
-    // An unaligned address, other extents, another type, and a result that lies inside the operand.
+    // An unaligned address, a different shape, a different type, and a result that overlaps the operand.
     for other in others {
         refused(x, other);
     }

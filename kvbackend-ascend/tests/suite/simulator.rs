@@ -1,4 +1,4 @@
-//! The simulator's controls, for tests where it stands in for CANN.
+//! The simulator's controls, for tests in which it replaces CANN.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
@@ -29,16 +29,18 @@ fn simulator() -> Option<&'static Simulator> {
     SIMULATOR.get_or_init(find).as_ref()
 }
 
-/// Held by tests that change the simulator's behaviour. No other test runs at the same time.
+/// A lock that tests hold for writing while they change the simulator's behaviour, so that no other test runs
+/// at the same time.
 static CHANGES: RwLock<()> = RwLock::new(());
 
-/// Returns a permission to run at the same time as other tests.
+/// Waits until no test changes the simulator, and returns a guard for running at the same time as other
+/// tests.
 pub(crate) fn with_others() -> RwLockReadGuard<'static, ()> {
     CHANGES.read().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Returns a permission to change the simulator's behaviour until it is dropped. If CANN itself is present,
-/// prints why the test is skipped.
+/// Returns a guard that allows changing the simulator's behaviour until it is dropped. If the backend has
+/// loaded CANN itself, prints why the test is skipped.
 pub(crate) fn alone() -> Option<(&'static Simulator, Alone)> {
     let alone = Alone(CHANGES.write().unwrap_or_else(std::sync::PoisonError::into_inner));
     let Some(simulator) = simulator() else {
@@ -50,7 +52,7 @@ pub(crate) fn alone() -> Option<(&'static Simulator, Alone)> {
     Some((simulator, alone))
 }
 
-/// Permission to change the simulator. The changes end when it is dropped.
+/// Guard that allows changes to the simulator. Dropping it undoes the changes.
 pub(crate) struct Alone(#[expect(dead_code, reason = "held for its Drop")] RwLockWriteGuard<'static, ()>);
 
 impl Drop for Alone {
@@ -68,13 +70,13 @@ impl Simulator {
         unsafe { self.0.get(name.as_bytes_with_nul()) }.unwrap()
     }
 
-    /// Makes everything work again.
+    /// Makes all functions work again.
     pub(crate) fn reset(&self) {
         // SAFETY: the entry has this type.
         unsafe { self.entry::<unsafe extern "C" fn()>("kv_sim_reset")() }
     }
 
-    /// Makes the `after`-th next call of a function fail, once.
+    /// Makes a function fail once, at the `after`-th call from now, with the given error code.
     pub(crate) fn fail(&self, name: &str, after: u64, code: i32) {
         let call = self.entry::<unsafe extern "C" fn(*const c_char, u64, i32)>("kv_sim_fail");
         let name = CString::new(name).unwrap();
@@ -82,7 +84,7 @@ impl Simulator {
         unsafe { call(name.as_ptr(), after, code) }
     }
 
-    /// Makes a function do nothing.
+    /// Makes a function do nothing if `on` is true, or work again if it is false.
     pub(crate) fn ignore(&self, name: &str, on: bool) {
         let call = self.entry::<unsafe extern "C" fn(*const c_char, i32)>("kv_sim_ignore");
         let name = CString::new(name).unwrap();
@@ -96,7 +98,7 @@ impl Simulator {
         unsafe { self.entry::<unsafe extern "C" fn(i32, u64)>("kv_sim_limit")(device as i32, bytes) }
     }
 
-    /// Returns the tasks enqueued on a device since the last call, each with its kind and name.
+    /// Returns the tasks that were enqueued on a device since the last call, each as its kind and name.
     pub(crate) fn trace(&self, device: usize) -> Vec<String> {
         let call = self.entry::<unsafe extern "C" fn(i32, *mut c_char, usize) -> usize>("kv_sim_trace");
         let mut buffer = vec![0u8; 1 << 22];
@@ -107,7 +109,7 @@ impl Simulator {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// Sets how many milliseconds ranks wait for one another when they join a group.
+    /// Sets the time that ranks wait for one another when they join a group, in milliseconds.
     pub(crate) fn patience(&self, milliseconds: u64) {
         // SAFETY: the argument is a plain number.
         unsafe { self.entry::<unsafe extern "C" fn(u64)>("kv_sim_patience")(milliseconds) }
@@ -140,8 +142,8 @@ impl Simulator {
         unsafe { assert_eq!((destroy(stream), reset(device as i32)), (0, 0)) };
     }
 
-    /// Returns what is alive on a device: bytes of device memory, bytes of pinned memory, and the number of
-    /// objects.
+    /// Returns the live bytes of device memory, the live bytes of pinned memory, and the number of live
+    /// objects on a device.
     pub(crate) fn live(&self, device: usize) -> [u64; 3] {
         let bytes = self.entry::<unsafe extern "C" fn(i32) -> u64>("kv_sim_live_bytes");
         let objects = self.entry::<unsafe extern "C" fn(i32) -> u64>("kv_sim_live_objects");

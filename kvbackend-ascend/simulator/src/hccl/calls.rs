@@ -18,7 +18,7 @@ fn size_of_type(dtype: sys::HcclDataType) -> CallResult<u64> {
     })
 }
 
-/// The caller of a collective: its group, its rank, and its stream.
+/// A collective's caller: its group, its rank, and its stream.
 struct RankCaller {
     group: u64,
     rank: usize,
@@ -42,7 +42,7 @@ impl RankCaller {
         Ok(Self { group, rank, ranks, stream, device })
     }
 
-    /// Returns the byte range of a buffer, which must be on the device.
+    /// Returns the address range of a buffer, which must be on the device.
     fn buffer(
         &self,
         state: &SimState,
@@ -57,7 +57,7 @@ impl RankCaller {
         Ok(at..at + bytes)
     }
 
-    /// Adds the task to the stream.
+    /// Adds the collective's task to the stream.
     fn enqueue(self, state: &mut SimState, name: &str, what: What) -> CallResult {
         let Some(meeting) = state.hccl.meeting(self.group) else { return wrong("no group") };
         let number = meeting.number(self.rank, &what);

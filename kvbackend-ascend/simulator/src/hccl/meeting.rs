@@ -1,4 +1,4 @@
-//! Meetings of the ranks' tasks: each task contributes its part, and the last task to arrive moves all of the
+//! Meetings of the ranks' tasks. Each task contributes its part, and the last task to arrive moves all of the
 //! data.
 
 use std::collections::HashMap;
@@ -10,7 +10,7 @@ use crate::state::SimState;
 use crate::tensor::{load, store};
 use crate::types as sys;
 
-/// Marks the IDs of exchanges.
+/// A flag that is set in the IDs of exchanges.
 const EXCHANGES: u64 = 1 << 63;
 
 /// A rank's action in a collective.
@@ -22,7 +22,7 @@ pub(crate) enum What {
     Exchange(Vec<RankTransfer>),
 }
 
-/// Bytes that one rank sends to another.
+/// The bytes that one rank sends to another.
 #[derive(Debug, Clone)]
 pub(crate) struct RankTransfer {
     pub(crate) peer: usize,
@@ -30,28 +30,28 @@ pub(crate) struct RankTransfer {
     pub(crate) bytes: Range<u64>,
 }
 
-/// A rank's task.
+/// A rank's task in a collective.
 pub(crate) struct RankPart {
     pub(crate) group: u64,
     pub(crate) rank: usize,
-    /// The ID of the collective, counted for all ranks, or of the exchange, counted for this rank.
+    /// The ID of the collective, which all ranks share, or of the exchange, which is counted per rank.
     pub(crate) number: u64,
-    /// The rank's part; none after its task has reached the front of its stream.
+    /// The rank's part, or `None` after its task has reached the front of its stream.
     pub(crate) what: Option<What>,
 }
 
-/// A rank's part of a collective, waiting for the others.
+/// A rank's part of a collective, which is waiting for the other ranks' parts.
 struct Brought {
     rank: usize,
     what: What,
     moment: TaskMoment,
 }
 
-/// Half of a transfer, waiting for the other half.
+/// Half of a transfer, which is waiting for the other half.
 struct Half {
     from: usize,
     to: usize,
-    /// The exchange of the rank that contributed this half.
+    /// The ID of the exchange, on the rank that contributed this half.
     number: u64,
     transfer: RankTransfer,
     moment: TaskMoment,
@@ -61,13 +61,13 @@ struct Half {
 #[derive(Default)]
 pub(crate) struct RankMeeting {
     pub(crate) ranks: usize,
-    /// The ID of the next collective or exchange, by rank and by kind: true for exchanges.
+    /// The number of collectives or exchanges so far, by rank and kind; `true` means exchanges.
     next: HashMap<(usize, bool), u64>,
     waiting: HashMap<u64, Vec<Brought>>,
-    /// Finished collectives, with the number of ranks that have not seen the end yet.
+    /// The finished collectives, each with the number of ranks whose task has not seen the end yet.
     done: HashMap<u64, usize>,
     halves: Vec<Half>,
-    /// The error that ends every wait.
+    /// The error that ends every wait, if the group has failed.
     pub(crate) failed: Option<sys::HcclResult>,
 }
 
@@ -87,7 +87,7 @@ impl RankMeeting {
     }
 }
 
-/// A device's fault.
+/// The stream on which a fault occurred, and its description.
 type Fault = (u64, String);
 
 fn differ(a: &What, b: &What) -> bool {
@@ -105,8 +105,8 @@ fn differ(a: &What, b: &What) -> bool {
 }
 
 impl SimState {
-    /// Contributes the part of a task that has reached the front of its stream. Returns whether the task is
-    /// done.
+    /// Contributes the part of a task, which must have reached the front of its stream. Returns whether the
+    /// task is done.
     pub(crate) fn meet(&mut self, part: &mut RankPart, moment: &TaskMoment) -> bool {
         let met = match part.what.take() {
             Some(What::Exchange(transfers)) => self.exchange(part, transfers, moment),
@@ -230,7 +230,7 @@ impl SimState {
         }
     }
 
-    /// Contributes an exchange's transfers, and moves the transfers whose other half has arrived.
+    /// Contributes an exchange's transfers, and moves the data of each transfer whose other half has arrived.
     fn exchange(
         &mut self,
         part: &RankPart,

@@ -1,8 +1,8 @@
-//! Groups of ranks: how ranks find one another, and their handles.
+//! Groups of ranks: their handles, and the way in which ranks find one another.
 //!
 //! Ranks are threads of the caller. A collective is a task on each rank's stream. It is done when the tasks
-//! of all its ranks have reached the front of their streams. As on a device, nothing ends a task whose other
-//! ranks never arrive.
+//! of all its ranks have reached the front of their streams. As on a device, a task waits forever if the
+//! other ranks never arrive.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
@@ -18,18 +18,18 @@ mod meeting;
 
 pub(crate) use meeting::{RankMeeting, RankPart};
 
-/// How long a rank waits for the other ranks when it joins, in milliseconds: CANN's default.
+/// The default time that a rank waits for the other ranks when it joins, in milliseconds, as in CANN.
 pub(crate) const PATIENCE: u64 = 120_000;
 
 /// The ranks that joined with the same root information.
 #[derive(Default)]
 pub(crate) struct RankGroup {
-    /// The handle of each rank that has joined.
+    /// For each rank, its handle once it has joined.
     ranks: Vec<Option<u64>>,
     pub(crate) meeting: RankMeeting,
 }
 
-/// A rank's handle.
+/// The data of a rank's handle.
 struct Comm {
     group: u64,
     rank: usize,
@@ -55,7 +55,7 @@ impl Groups {
         self.comms.values().filter(|comm| comm.device == device).count()
     }
 
-    /// Returns a group's meeting point.
+    /// Returns the meeting of a group's tasks.
     pub(crate) fn meeting(&mut self, group: u64) -> Option<&mut RankMeeting> {
         self.all.get_mut(&group).map(|group| &mut group.meeting)
     }
@@ -71,7 +71,7 @@ fn wrong<T>(rule: impl Into<String>) -> CallResult<T> {
     refuse(sys::HCCL_E_PARA as i32, rule)
 }
 
-/// Runs an HCCL call, which has its own error codes.
+/// Runs an HCCL call. HCCL has its own error codes.
 fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, SimState>) -> CallResult) -> sys::HcclResult {
     let mut state = lock();
     let outcome = match state.controls.verdict(name) {
@@ -79,7 +79,7 @@ fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, SimState>) -> Call
         Some(code) => refuse(code, format!("{name} fails because a test asked for it")),
         None => run(&mut state),
     };
-    // An ACL error becomes an HCCL error of the runtime below.
+    // HCCL reports any ACL error as a runtime error.
     let own = |refusal: BrokenRule| match refusal.code {
         0..1000 => refusal,
         _ => BrokenRule { code: sys::HCCL_E_RUNTIME as i32, ..refusal },
@@ -87,7 +87,7 @@ fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, SimState>) -> Call
     keep_rule(outcome.map_err(own)) as sys::HcclResult
 }
 
-/// Joins a rank, waits for the other ranks, and returns the rank's handle.
+/// Adds a rank to a group, waits for the other ranks, and returns the rank's handle.
 fn join(
     state: &mut MutexGuard<'static, SimState>,
     id: u64,

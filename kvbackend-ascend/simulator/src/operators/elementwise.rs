@@ -9,7 +9,7 @@ use crate::task::Action;
 use crate::tensor::{HostNumber, View, load, store};
 use crate::types as sys;
 
-/// Checks an operator with two operands, and makes its action.
+/// Checks an operator with two operands, and returns its action.
 fn of_two(
     first: &mut First<'_>,
     (a, b, out): (*const sys::aclTensor, *const sys::aclTensor, *const sys::aclTensor),
@@ -32,7 +32,7 @@ fn of_two(
         {
             let (from_a, from_b, to) = (from_a.cast::<f32>(), from_b.cast::<f32>(), to.cast::<f32>());
             for i in 0..out.len() {
-                // SAFETY: all three are alive and have this element.
+                // SAFETY: all three views are alive and have this element.
                 unsafe { to.add(i).write(f(from_a.add(i).read(), from_b.add(i).read())) };
             }
             return Ok(());
@@ -45,7 +45,7 @@ fn of_two(
     }))
 }
 
-/// Checks an operator with one operand, and makes its action.
+/// Checks an operator with one operand, and returns its action.
 fn of_one(
     first: &mut First<'_>,
     (x, out): (*const sys::aclTensor, *const sys::aclTensor),

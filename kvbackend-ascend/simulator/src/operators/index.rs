@@ -21,7 +21,7 @@ struct RowArguments {
 impl RowArguments {
     fn new(matrix: View, axis: i64, index: View, rows: View) -> CallResult<Self> {
         if axis != 0 || !matrix.is_dense() || !rows.is_dense() || !index.is_dense() {
-            // A device would copy the whole matrix.
+            // In this case, a device would copy the whole matrix.
             return wrong("rows of a matrix that is not dense, or of another axis than the first");
         }
         if index.dims.len() != 1 || ![sys::ACL_INT32, sys::ACL_INT64].contains(&index.dtype) {
@@ -60,7 +60,7 @@ impl RowArguments {
         (0..self.index.dims[0]).map(number).collect()
     }
 
-    /// Returns the host pointer to a run of rows in the matrix.
+    /// Returns the host pointer to consecutive rows in the matrix.
     fn run(
         &self,
         state: &mut SimState,
@@ -75,8 +75,8 @@ impl RowArguments {
     }
 }
 
-/// Splits indices into runs of successive ones: for each run, its place in the list, its first index, and its
-/// length.
+/// Splits indices into runs of consecutive indices. Returns for each run its offset in the list, its first
+/// index, and its length.
 fn runs(numbers: &[usize]) -> Vec<(usize, usize, usize)> {
     let mut runs: Vec<(usize, usize, usize)> = Vec::new();
     for (i, &n) in numbers.iter().enumerate() {

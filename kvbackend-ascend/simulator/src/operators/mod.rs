@@ -13,7 +13,7 @@ mod paged;
 mod product;
 mod reduce;
 
-/// Exports both phases of an operator. `accept` gets the first phase's arguments.
+/// Exports both phases of an operator. `accept` is called with the first phase's arguments.
 macro_rules! operator {
     ($name:ident, $phase:ident, ($($argument:ident: $type:ty),*), $accept:expr) => {
         #[unsafe(no_mangle)]
@@ -39,13 +39,13 @@ macro_rules! operator {
 }
 pub(crate) use operator;
 
-/// A tensor among an operator's arguments.
+/// A tensor argument of an operator.
 pub(crate) type TensorArgument = *const sys::aclTensor;
 
-/// The types that operators compute with.
+/// The element types that operators can compute with.
 const COMPUTED: [sys::aclDataType; 3] = [sys::ACL_FLOAT, sys::ACL_FLOAT16, sys::ACL_BF16];
 
-/// Rejects types that operators do not compute with, and operands of different types.
+/// Returns an error if operators cannot compute with the operands' types, or if the types differ.
 pub(crate) fn check_types(views: &[&View]) -> CallResult {
     let dtype = views[0].dtype;
     if !COMPUTED.contains(&dtype) || views.iter().any(|view| view.dtype != dtype) {
@@ -55,7 +55,8 @@ pub(crate) fn check_types(views: &[&View]) -> CallResult {
     Ok(())
 }
 
-/// Returns a view's strides along the axes of a result: 0 where the view repeats.
+/// Returns a view's strides along the axes of a result. The stride is 0 along an axis where the view is
+/// repeated.
 pub(crate) fn strides_along(view: &View, dims: &[usize]) -> CallResult<Vec<usize>> {
     let Some(missing) = dims.len().checked_sub(view.dims.len()) else {
         return wrong(format!("extents {:?} for a result of {dims:?}", view.dims));
@@ -70,7 +71,7 @@ pub(crate) fn strides_along(view: &View, dims: &[usize]) -> CallResult<Vec<usize
     Ok(strides)
 }
 
-/// Rejects a result that shares bytes with an operand, unless both are the same view.
+/// Returns an error if a result shares elements with an operand, unless both are the same view.
 pub(crate) fn check_apart(out: &View, others: &[&View]) -> CallResult {
     for other in others {
         if let (Some(a), Some(b)) = (out.bytes(), other.bytes())
@@ -101,7 +102,7 @@ fn coincide(distance: i64, axes: &[(usize, usize)]) -> bool {
     [steps, steps + 1].iter().any(|&k| k.abs() < n && coincide(distance - k * stride, inner))
 }
 
-/// Calls `f` with the offsets of every element of a result and of its operands.
+/// Calls `f` for every element of a result, with the element's offsets in the result and in the operands.
 pub(crate) fn walk<const N: usize>(dims: &[usize], strides: &[&[usize]; N], mut f: impl FnMut([usize; N])) {
     let (Some((&inner, outer)), true) = (dims.split_last(), !dims.contains(&0)) else { return };
     let mut index = vec![0; outer.len()];

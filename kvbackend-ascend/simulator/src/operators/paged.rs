@@ -1,4 +1,4 @@
-//! Fused operators on paged caches: attention with one row per sequence, and writes of keys and values.
+//! The fused operators on paged caches: attention with one row per sequence, and writes of keys and values.
 
 use std::collections::HashSet;
 use std::ffi::{CStr, c_char};
@@ -15,19 +15,19 @@ use crate::types as sys;
 type ListArgument = *const sys::aclTensorList;
 type NumbersArgument = *const sys::aclIntArray;
 
-/// Returns a string argument.
+/// Copies a string argument.
 unsafe fn text(at: *const c_char) -> String {
     if at.is_null() { String::new() } else { CStr::from_ptr(at).to_string_lossy().into_owned() }
 }
 
-/// Reads 32-bit integers.
+/// Reads a view's 32-bit integers.
 fn numbers(state: &mut SimState, view: &View, moment: &TaskMoment) -> Result<Vec<i32>, String> {
     let at = place(state, view, moment, false)?.cast::<i32>();
     // SAFETY: the view is alive and has these elements.
     Ok((0..view.len()).map(|i| unsafe { at.add(i).read_unaligned() }).collect())
 }
 
-/// Blocks of K or V, with either heads or tokens as the outer axis.
+/// The blocks of K or V, with either heads or tokens as the outer axis.
 struct Pages {
     view: View,
     heads: usize,
@@ -193,7 +193,7 @@ impl Attention {
                     unsafe { store(self.out.dtype, out, at + i, x) };
                 }
                 if let Some(lse) = lse {
-                    // SAFETY: the view has a number for each row and head.
+                    // SAFETY: the view has an element for each row and head.
                     unsafe { store(sys::ACL_FLOAT, lse, row * heads + head, sum) };
                 }
             }
@@ -201,8 +201,8 @@ impl Attention {
         Ok(())
     }
 
-    /// Returns a head's result and its log-sum-exp. As on the device's matrix unit, the weights have the
-    /// values' type.
+    /// Returns a head's result and its log-sum-exp. As on the device's matrix unit, the weights are rounded
+    /// to the values' type.
     fn of_head(&self, query: &[f32], pages: &[(usize, Vec<f32>, Vec<f32>)], head: usize) -> (Vec<f32>, f32) {
         let dim = query.len();
         let rows =
@@ -234,7 +234,7 @@ impl Attention {
     }
 }
 
-/// Writes rows to slots of both caches.
+/// Checks a write of rows to slots of both caches, and returns its action.
 fn scatter(
     first: &mut First<'_>,
     rows: [TensorArgument; 2],

@@ -8,10 +8,10 @@ use crate::state::CallResult;
 use crate::task::Action;
 use crate::tensor::{View, load, store};
 
-/// Keeps the element types.
+/// The mode that keeps the operands' element types.
 const KEEP: i8 = 0;
 
-/// A batch of matrices: `[batch, rows, columns]`.
+/// A batch of matrices, `[batch, rows, columns]`.
 struct Matrices(View);
 
 impl Matrices {

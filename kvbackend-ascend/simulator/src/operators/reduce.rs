@@ -11,7 +11,7 @@ use crate::types as sys;
 
 type AxesArgument = *const sys::aclIntArray;
 
-/// Checks a reduction along axes, whose extent in the result is 1, and makes its action.
+/// Checks a reduction along the given axes, whose extent in the result must be 1, and returns its action.
 fn reduce(
     first: &mut First<'_>,
     (x, axes, keep, out): (TensorArgument, AxesArgument, bool, TensorArgument),
@@ -50,7 +50,7 @@ fn reduce(
     }))
 }
 
-/// Returns the number of elements from the first to the last.
+/// Returns the number of elements from the first through the last, including gaps.
 fn span(view: &View) -> usize {
     view.dims.iter().zip(&view.strides).map(|(n, stride)| (n - 1) * stride).sum::<usize>() + 1
 }
