@@ -135,7 +135,7 @@ fn tests_named(markdown: &str) -> impl Iterator<Item = (&str, &str)> {
 }
 
 /// Checks that every command in a `sh` block of a document is exactly a step of CI or a slice of the deep
-/// checks. The command that runs CI is allowed too.
+/// checks. The command that runs CI is also allowed.
 fn commands_run() -> Result {
     let steps = ci::STEPS.iter().map(|step| step.command);
     let known: Vec<&str> = steps.chain(deep::SLICES.iter().map(|slice| slice.command)).chain([CI]).collect();

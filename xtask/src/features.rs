@@ -41,8 +41,8 @@ fn clippy(args: &str) -> Result {
     cargo(&format!("clippy --release --quiet {args} -- -D warnings"))
 }
 
-/// Returns lists of `crate/feature` to lint with. The first is empty. Each later one holds the next feature
-/// of every crate that has one left.
+/// Returns lists of `crate/feature` to lint with. The first list is empty. Each later list has the next
+/// feature of every crate that has features left.
 fn few_of(crates: &[CrateFeatures]) -> Vec<String> {
     let most = crates.iter().map(|c| c.features.len()).max().unwrap_or(0);
     let of = |i: usize| {

@@ -34,7 +34,7 @@ pub fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }
 
-/// Returns the command `cargo ARGS` in the workspace root. The arguments are separated by spaces. It is the
+/// Returns the command `cargo ARGS` in the workspace root. The arguments are separated by spaces. Uses the
 /// same `cargo` that runs this program.
 pub fn cargo_command(args: &str) -> Command {
     let mut command = Command::new(cargo_program());
@@ -111,7 +111,7 @@ pub fn create_folder(path: &Path) -> Result {
 }
 
 /// The environment variable that forbids skipping a required check. `cargo xtask ci` and `cargo xtask deep`
-/// set it; `kvconform::skip` reads it too.
+/// set it; `kvconform::skip` also reads it.
 pub const STRICT: &str = "KVCACHE_STRICT";
 
 /// Prints a message that a task is skipped, with the reason. Returns an error if [`STRICT`] is set.

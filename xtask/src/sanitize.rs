@@ -68,7 +68,7 @@ pub(crate) fn sanitize(args: &SanitizeArgs) -> Result {
 }
 
 /// The number of cases per property test without `--all`. That is enough to find an out-of-bounds read,
-/// because most cases of a wrong kernel make one.
+/// because a wrong kernel makes one in most cases.
 const CASES: &str = "32";
 
 /// Adds the arguments after `cargo test`.

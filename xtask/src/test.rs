@@ -22,7 +22,7 @@ const ASSERTIONS: &str = "--config profile.release.debug-assertions=true \
      --config profile.release.package.'*'.debug-assertions=false \
      --config profile.release.package.'*'.overflow-checks=false";
 
-/// All targets with tests except documentation. `--all-targets` would run the benchmarks too.
+/// All targets with tests except documentation. `--all-targets` would also run the benchmarks.
 const PROGRAMS: &str = "--lib --bins --tests --examples";
 
 /// Runs the tests. Prints what failed, then `N passed, N failed, N skipped`.

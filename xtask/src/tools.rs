@@ -21,7 +21,7 @@ pub enum Tool {
     Component(&'static str),
     /// A tool that one task finds and builds itself.
     Made {
-        /// The name. No other tool has the same one.
+        /// The name, which is unique among tools.
         name: &'static str,
         /// Returns true if this machine has the tool.
         is_here: fn() -> bool,

@@ -7,7 +7,7 @@ use plotters::prelude::*;
 
 use crate::error::{Error, Result};
 
-/// Points of one kind. A line joins them in this order.
+/// Points of one kind, joined by a line in this order.
 pub(crate) struct Series {
     pub(crate) name: String,
     /// `(x, y, half the height of the error bar)`.

@@ -128,7 +128,7 @@ pub enum WeightProblem {
         "has element type {0} (F32, F16 and BF16 are read); convert the model to one of them, or take it as a GGUF file"
     )]
     Type(String),
-    /// The tensor's shape is not the one that the config asks for.
+    /// The tensor does not have the shape that the config asks for.
     #[error("has shape {got:?}, the config asks for {expected:?}")]
     Shape {
         /// The shape that the config asks for.

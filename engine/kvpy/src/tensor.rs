@@ -35,7 +35,7 @@ struct DlpackOwner(#[expect(dead_code, reason = "held for its Drop")] dlpark::Al
 // SAFETY: the deleter is called once, when the last holder is dropped. `DLPack` allows calling it on any
 // thread; Python's own producers acquire the interpreter's lock in it.
 unsafe impl Send for DlpackOwner {}
-// SAFETY: a shared reference to it gives access to nothing.
+// SAFETY: a shared reference to a `DlpackOwner` does not give access to any data.
 unsafe impl Sync for DlpackOwner {}
 
 /// The stream that must wait for a producer's work.

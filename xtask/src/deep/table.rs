@@ -54,9 +54,9 @@ impl Table {
 
     /// Returns the slice to run next: a slice that never ran, or else the slice that ran longest ago.
     pub(super) fn longest_unrun(&self) -> &'static Slice {
-        // A failed slice gets no priority, because a slice that always fails would block all others.
+        // A failed slice does not get priority, because a slice that always fails would block all others.
         let turn = |slice: &&Slice| self.row(slice).map(|row| row.when.clone());
-        // There is at least one slice. Of several equal ones, the first is chosen.
+        // There is at least one slice. If several slices are equal, the first one is chosen.
         SLICES.iter().min_by_key(turn).unwrap_or(&SLICES[0])
     }
 

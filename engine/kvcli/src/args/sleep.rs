@@ -6,7 +6,7 @@ use kvengine::ChunkSleep;
 
 use super::at_least_one;
 
-/// Options for sleeping documents, for commands that reuse documents.
+/// Options for sleeping documents, shared by commands that reuse documents.
 #[derive(Debug, Args)]
 pub(crate) struct SleepArgs {
     /// Move documents to host memory when no prompt needs them, and back on a hit: unchanged (plain),
@@ -15,7 +15,8 @@ pub(crate) struct SleepArgs {
     #[arg(long, value_name = "FORM", value_parser = form)]
     chunk_sleep: Option<SleepForm>,
 
-    /// Host memory for sleeping documents, in MiB. Default: as much as documents have on the device.
+    /// Host memory for sleeping documents, in MiB. Default: the same amount as documents have on the
+    /// device.
     #[arg(long, value_name = "MIB", requires = "chunk_sleep", value_parser = at_least_one)]
     chunk_sleep_memory: Option<usize>,
 }

@@ -38,8 +38,8 @@ pub(crate) struct WayArgs {
         "context_scale"])]
     pub(crate) reuse: Option<PathBuf>,
 
-    /// Temperature of the question's attention to documents: its logits are divided by it. Below 1, attention
-    /// is sharper (APE).
+    /// Temperature of the question's attention to documents. Attention logits are divided by this
+    /// temperature; below 1, attention is sharper (APE).
     #[arg(long, help_heading = WAY, value_name = "T", default_value_t = 1.0, value_parser = positive)]
     context_temperature: f32,
 

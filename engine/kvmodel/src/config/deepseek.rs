@@ -77,8 +77,8 @@ impl LatentConfig {
         }
     }
 
-    /// Returns the number of elements in a head's query and key before absorption. It determines the softmax
-    /// scale.
+    /// Returns the number of elements in a head's query and key before absorption. This number determines
+    /// the softmax scale.
     pub fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim
     }

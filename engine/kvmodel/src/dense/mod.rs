@@ -49,9 +49,9 @@ pub enum WeightFormat {
     Stored,
     /// f32, regardless of their stored type.
     F32,
-    /// Eight-bit blocks of 32 elements (ggml's `Q8_0`). With them, decoding reads about a quarter of the
-    /// bytes that it reads with f32. Projections whose input width is not a multiple of 32, and weights
-    /// stored in blocks, keep their type.
+    /// Eight-bit blocks of 32 elements (ggml's `Q8_0`). With these blocks, decoding reads about a quarter
+    /// of the bytes that it reads with f32. Projections whose input width is not a multiple of 32, and
+    /// weights stored in blocks, keep their type.
     Q8,
 }
 

@@ -157,7 +157,7 @@ pub(crate) fn bytes_of(dtype: StoredType, shape: &[usize]) -> Result<usize, Weig
     bytes.ok_or(WeightProblem::Length { expected: usize::MAX, got: 0 })
 }
 
-/// Returns why `bytes` bytes cannot be a weight of this type and shape.
+/// Returns the reason that `got` bytes cannot be a weight of this type and shape, or `None` if they can.
 fn problem(dtype: StoredType, shape: &[usize], got: usize) -> Option<WeightProblem> {
     match bytes_of(dtype, shape) {
         Ok(expected) if expected == got => None,
@@ -209,7 +209,7 @@ mod tests {
         let expected = [2.0f32, 3.0, 4.0, 5.0, 8.0, 9.0, 10.0, 11.0];
         assert_eq!(cut, StoredWeight::of_f32("a", &[2, 2, 2], &expected).unwrap());
         assert!(weight.rows_of_heads(2, 1..4).unwrap_err().to_string().contains("[8, 2]"));
-        // Blocks run along rows, so rows that are stored in blocks can be selected too.
+        // Blocks run along rows, so rows that are stored in blocks can also be selected.
         let blocks =
             StoredWeight::new("a", StoredType::Q8_0, &[4, 32], (0..136).collect::<Vec<u8>>()).unwrap();
         let cut = blocks.rows_of_heads(2, 0..1).unwrap();

@@ -19,7 +19,8 @@ const WHOLE: [(&str, &str); 3] = [
     ("output.weight", "lm_head.weight"),
 ];
 
-/// The parts of a layer: their names in the file, and after `model.layers.N`.
+/// The parts of a layer: their names in the file, and their names after `model.layers.N` in a Hugging
+/// Face model.
 const PARTS: [(&str, &str); 11] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),

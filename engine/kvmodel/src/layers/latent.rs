@@ -1,5 +1,5 @@
 //! Absorbed projections of multi-head latent attention (DeepSeek-AI, 2024). The cache holds each token's
-//! latent and the rotated part of its key, and attention runs over these.
+//! latent and the rotated part of its key, and attention runs over both.
 //!
 //! With `k_h = Uᴷ_h c` and `v_h = Uⱽ_h c` for a latent `c`, `q_h·k_h = (Uᴷ_hᵀ q_h)·c` and `Σ p v_h = Uⱽ_h Σ p
 //! c`. Queries are projected to the latent's space before attention, and outputs are projected back after it.

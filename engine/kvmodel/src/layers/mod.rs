@@ -19,7 +19,7 @@ pub(crate) use linear::Linear;
 pub(crate) use load::Loader;
 pub(crate) use norm::RmsNorm;
 
-/// A decoder layer without the attention itself, which is computed where the cache is.
+/// A decoder layer without the attention itself, which runs on the backend that holds the cache.
 #[derive(Debug)]
 pub(crate) struct Layer {
     input_norm: RmsNorm,

@@ -39,12 +39,13 @@ pub struct KeptRows {
 pub struct Narrowed {
     /// The indices of the rows in the batch, ascending within each sequence.
     pub rows: Vec<u32>,
-    /// The sequences that these rows now form. They have as many tokens in total as there are rows.
+    /// The sequences that these rows now form. The total number of their tokens equals the number of
+    /// rows.
     pub batch: Vec<SequenceInput>,
 }
 
 /// The memory of a pass: its rows, and its border between the dense steps and the device. Passes of one
-/// model on one device can take turns using it, so that decode steps allocate no rows.
+/// model on one device can take turns using it, so that decode steps do not allocate rows.
 #[derive(Debug, Default)]
 pub struct PassMemory {
     pub(super) rows: BatchRows,

@@ -157,7 +157,8 @@ fn config_of(file: Option<FileContents<'_>>) -> Result<Value> {
 mod tests {
     use super::*;
 
-    /// Whole words as tokens. A begin token is added before and an end token after, as in `BERT`.
+    /// A tokenizer with whole words as tokens. It adds a begin token and an end token around the text, as
+    /// in `BERT`.
     const WORDS: &str = include_str!("../../tests/words.json");
 
     fn codec(config: Option<&str>) -> TextCodec {

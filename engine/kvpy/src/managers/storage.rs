@@ -34,7 +34,7 @@ impl PyKvStorageManager {
         self.block_size
     }
 
-    /// The pool that the blocks belong to. Blocks that were shared under keys can be found there.
+    /// The pool that the blocks belong to. Blocks that were shared under keys can be found in this pool.
     #[getter]
     fn pool(&self) -> PyBlockPool {
         PyBlockPool(self.own.pool().clone())
@@ -189,7 +189,7 @@ impl PyStorageTierConfig {
     }
 
     /// Returns the number of blocks to move down from a tier, `"gpu"` or `"cpu"`, that uses `used` of its
-    /// `total` blocks. It is the minimum that brings the tier back to its threshold.
+    /// `total` blocks. This number is the minimum that brings the tier back to its threshold.
     fn blocks_to_offload(&self, tier: &str, used: usize, total: usize) -> PyResult<usize> {
         let tier = match tier {
             "gpu" => Tier::Device,

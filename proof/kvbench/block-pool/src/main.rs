@@ -95,8 +95,8 @@ fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usiz
                 PoolWork::Grow => pool.grow(),
                 // Prompts are hit in a different order from the one in which they were filled.
                 PoolWork::Hit => pool.hit(n * 7919 % prompts),
-                // A cycle of three times the pool's size, so each prompt has been evicted before it comes
-                // again.
+                // The prompts form a cycle of three times the pool's size, so each prompt has been
+                // evicted before it is used again.
                 PoolWork::Churn => pool.churn((prompts + n) % (PROMPTS_PER_POOL * prompts)),
             }
         }

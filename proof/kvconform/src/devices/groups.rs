@@ -128,7 +128,7 @@ pub fn refused_group_calls<R: GroupRig>(rig: &R, functions: &[&str], code: i32, 
             r.of.exchange(stream, &[(&r.view, other)], &[(&all.select(0, 0)?, other)])?;
             r.sum()
         };
-        // The other ranks wait until an abort for a call that one rank was refused.
+        // If one rank's call is refused, the other ranks wait for that rank until an abort.
         let call = |r: &GroupRank<R>| calls(r).inspect_err(|_| r.of.abort());
         on_all(&ranks, call).into_iter().collect()
     };
@@ -259,7 +259,7 @@ pub(super) fn a_rank_that_never_comes_ends_the_wait_at_the_time_out<R: GroupRig>
         let error = error_of("a sum of one rank", ranks[0].sum())?;
         let call = "an all-reduce (sum) of 8 elements of f32".to_owned();
         same("the failure", &error, &Error::RanksTimedOut { rank: 0, call, limit: SHORT })?;
-        // The other rank in this process has the failure, although it has not called anything.
+        // The other rank in this process also has the failure, although it has not called anything.
         ranks.iter().try_for_each(|rank| stays_failed(rig, rank, &error))?;
         // Sends in a circle wait for one another.
         let ranks = group(rig, &devices, SHORT)?;
@@ -391,7 +391,7 @@ pub(super) fn a_capture_refuses_collectives_by_name<R: GroupRig>(rig: &R) -> Out
     };
     let calls: [RankCall<R>; 2] = [GroupRank::sum, GroupRank::wait];
     for (name, call) in ["a collective", "a wait of the host"].into_iter().zip(calls) {
-        // A caller that ignores the refusal gets no graph either.
+        // A caller that ignores the refusal does not get a graph either.
         for notices in [true, false] {
             let record = &mut || call(rank).or_else(|error| if notices { Err(error) } else { Ok(()) });
             let captured = rank.stream.capture(&inputs, record).map(drop);

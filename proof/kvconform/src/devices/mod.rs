@@ -2,8 +2,8 @@
 //!
 //! [`CASES`](crate::CASES) use a backend only through `kvcore`. These cases also need things that only a
 //! backend's tests can supply: devices by index, and the controls of the double that stands in for its driver
-//! ([`DeviceRig`]). [`run_devices`] runs the cases for devices, [`run_groups`] the ones for groups of
-//! devices.
+//! ([`DeviceRig`]). [`run_devices`] runs the cases for devices, and [`run_groups`] runs the cases for
+//! groups of devices.
 
 use std::sync::Arc;
 

@@ -59,7 +59,8 @@ impl Arm {
         style: &PromptStyle,
     ) -> Result<Request> {
         let mut request = Request::new(style.prompt(question, order, codec)?);
-        // Full attention computes its whole prompt. Prefixes cached by other arms would make it look faster.
+        // Full attention computes its whole prompt. Prefixes cached by other arms would make full attention
+        // look faster.
         (request.full_attention, request.reuse) = (self.cell.is_none(), self.cell.is_some());
         Ok(match self.reused() {
             Some(way) => request.reusing(&way),

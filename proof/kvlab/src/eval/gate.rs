@@ -141,8 +141,8 @@ impl Gate {
         self.failing().next().is_none()
     }
 
-    /// Returns true if reuse in this cell is fit for this model. Returns `None` if no check fails but one
-    /// could not be decided.
+    /// Returns true if reuse in this cell is fit for this model. Returns `None` if no check fails but
+    /// some check could not be decided.
     pub fn is_fit(&self) -> Option<bool> {
         let refuted = self.checks.iter().any(|check| check.verdict == Verdict::Fails);
         (refuted || self.is_open()).then_some(!refuted)

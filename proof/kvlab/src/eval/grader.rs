@@ -6,14 +6,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grader {
-    /// The answer begins with the right one, in whole words.
+    /// The given answer begins with the right answer, in whole words.
     #[default]
     Begins,
-    /// The answer equals the right one, except for a full stop at the end.
+    /// The given answer equals the right answer, except for a full stop at the end.
     Exact,
-    /// The right answer occurs in the answer, in whole words.
+    /// The given answer contains the right answer, in whole words.
     Contains,
-    /// The first number in the answer is the right one. A sign counts; commas between digits do not.
+    /// The first number in the given answer is the right number. Signs matter; commas between digits do
+    /// not.
     Numbers,
     /// The words of both answers overlap with an F1 score of at least 0.5. (`SQuAD`, Rajpurkar et al., 2016,
     /// averages this score.)

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 pub enum QuestionKind {
     /// One document.
     Local,
-    /// Two documents: a reference at the start of one refers to the document before it.
+    /// Two documents: a reference at the start of the second document refers to the first.
     CrossStart,
     /// Two documents, as in [`CrossStart`](Self::CrossStart), but the reference is in the middle.
     CrossMiddle,

@@ -1,8 +1,8 @@
 //! Tuning: searches for the cheapest kind of reuse whose loss compared with full attention can be bounded.
 //!
 //! A few questions measure the divergence of all candidates from full attention. A candidate is dropped if a
-//! cheaper one with chunks of the same mode is certainly nearer to full attention. The others answer many
-//! questions, starting with the cheapest candidate, until one's answers bound its loss.
+//! cheaper one with chunks of the same mode is certainly nearer to full attention. The remaining
+//! candidates answer many questions, cheapest first, until the answers of one candidate bound its loss.
 
 use kvengine::Engine;
 use kvmodel::TextCodec;

@@ -46,7 +46,7 @@ impl World {
 
     /// Draws `per_kind` questions of each kind. Equal seeds give equal questions. Every question has its own
     /// three to six documents, with three to six facts each. Some facts of local questions refer to facts
-    /// before them in their own document, and such a fact may be the one asked about.
+    /// before them in their own document, and a question may be about such a fact.
     pub fn questions(&self, seed: u64, per_kind: usize) -> Vec<Question> {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut inside = StdRng::seed_from_u64(!seed);

@@ -21,7 +21,8 @@ pub use ttft::{TtftRow, TtftTarget, ttft_rows};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Popularity {
-    /// Draws document `i` of the library with weight `1 / i^s`, without repeating one within a request.
+    /// Draws document `i` of the library with weight `1 / i^s`, without repeating a document within a
+    /// request.
     Zipf(f64),
     /// With this probability, picks a document that was used before, and otherwise a new one.
     Repetition(f64),
