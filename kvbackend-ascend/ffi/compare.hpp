@@ -1,4 +1,4 @@
-// Types of functions, compared where enums and structs of two headers are different types of one shape.
+// Compares function types of two headers, whose enums and structs are different types with the same shape.
 #pragma once
 #include <type_traits>
 
@@ -6,7 +6,7 @@ namespace compare {
 
 struct Handle;
 
-// The shape of a type: enums are their integers, structs are handles (whose layouts are compared by themselves).
+// The shape of a type. Enums become integers, and structs become handles; layouts are compared elsewhere.
 template <class T, class = void> struct Shape {
     using type = T;
 };

@@ -1,15 +1,15 @@
-//! Compares `ascend.h` with CANN's headers: generates a C++ page of static assertions on all values, layouts
+//! Compares `ascend.h` with CANN's headers: generates a C++ file of static assertions on all values, layouts
 //! and prototypes.
 //!
-//! Names that the headers lack are skipped and counted, because headers that come with other software are
-//! trimmed.
+//! Names that the headers lack are skipped and counted, because headers that are distributed with other
+//! software are trimmed.
 
 use std::collections::HashSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Headers that include all other headers except the operators' ones.
+/// Headers that include all other headers, except the operators' headers.
 const HEADERS: [&str; 3] = ["acl/acl.h", "hccl/hccl.h", "aclnn/acl_meta.h"];
 
 /// The names that `ascend.h` declares.
@@ -24,7 +24,7 @@ struct Facts {
 }
 
 impl Facts {
-    /// Reads the declarations of the page.
+    /// Reads the declarations in the header.
     fn of(page: &str) -> Self {
         let page = &statements(page);
         let mut facts = Self::default();
@@ -64,7 +64,7 @@ impl Facts {
     }
 }
 
-/// Returns the page without its comments and preprocessor lines.
+/// Returns a header without its comments and preprocessor lines.
 fn statements(page: &str) -> String {
     let page: String = page
         .split("/*")
@@ -85,7 +85,7 @@ fn field(text: &str) -> Option<String> {
     name.split([' ', '*']).next_back().filter(|name| !name.is_empty()).map(str::to_owned)
 }
 
-/// A comparison: the page to compile, and the names that it skips.
+/// A comparison: the C++ file to compile, and the names that it skips.
 #[derive(Debug)]
 pub(crate) struct Comparison {
     page: String,
@@ -96,7 +96,7 @@ pub(crate) struct Comparison {
 }
 
 /// Compares the declarations in `ascend.h` with headers whose contents are `texts`. `include` lists the
-/// headers that the page includes.
+/// headers that the C++ file includes.
 fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     let known: HashSet<&str> = texts.split(|c: char| !(c.is_alphanumeric() || c == '_')).collect();
     let (mut before, mut after, mut absent, mut compared) = (String::new(), String::new(), Vec::new(), 0);
@@ -110,7 +110,7 @@ fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     };
     for name in &facts.values {
         ask(name, &|before, after| {
-            // Some versions have macros, which must not change our names.
+            // Some versions define macros, which must not replace our names.
             let _ = writeln!(before, "constexpr long long our_{name} = ours::{name};");
             let _ = writeln!(after, "static_assert(our_{name} == (long long)({name}), \"value of {name}\");");
         });
@@ -150,8 +150,7 @@ fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     Comparison { page, compared, absent }
 }
 
-/// Compares `ffi/ascend.h` with the headers in some folders: writes the page to `page` and compiles it with a
-/// C++ compiler.
+/// Compares `ffi/ascend.h` with the headers in some folders: writes the C++ file to `page` and compiles it.
 ///
 /// # Errors
 /// Returns the differences as the compiler reports them, or the reason why nothing can be compared.
@@ -167,7 +166,7 @@ pub(crate) fn compare_with(
     let comparison = compare(&Facts::of(&text), &texts(folders), &headers(folders));
     std::fs::write(page, &comparison.page).map_err(|error| failed(page, error))?;
     let mut command = Command::new(compiler);
-    // The text of a failed assertion is searched in English.
+    // Failed assertions are searched for in English, so the compiler must not translate its messages.
     command.env("LC_ALL", "C");
     command.args(["-std=c++14", "-fsyntax-only", "-Wno-deprecated", "-I"]).arg(ffi);
     for folder in folders {

@@ -31,7 +31,7 @@ pub(crate) struct Npu {
 // SAFETY: contexts and streams may be used from any thread on which the context is current. `bind` makes it
 // current.
 unsafe impl Send for Npu {}
-// SAFETY: as for `Send`; ACL locks the state that calls share.
+// SAFETY: the same condition as for `Send`; ACL locks the state that calls share.
 unsafe impl Sync for Npu {}
 
 impl fmt::Debug for Npu {

@@ -160,13 +160,13 @@ impl Stream for AscendStream {
             // The host writes to pinned memory directly, once the stream's work is done.
             Some(_) => {
                 self.queue.synchronize(&mut memory)?;
-                // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The
+                // SAFETY: the range is in the pinned memory, and this stream's work on it is done. The
                 // contract requires callers to order other streams before this call.
                 unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), at as *mut u8, len) };
             }
             None if len > STAGED => {
                 self.queue.synchronize(&mut memory)?;
-                // SAFETY: the range lies in the storage, and this stream's work on it is done.
+                // SAFETY: the range is in the storage, and this stream's work on it is done.
                 unsafe { copy_now(npu, at, src.as_ptr() as u64, len, CopyDirection::ToDevice) }?;
             }
             None => {
@@ -189,11 +189,11 @@ impl Stream for AscendStream {
         let at = src.storage().address() + range.start as u64;
         self.queue.synchronize(&mut memory.lock())?;
         if from.kind() == MemoryKind::Pinned {
-            // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The contract
+            // SAFETY: the range is in the pinned memory, and this stream's work on it is done. The contract
             // requires callers to order other streams before this call.
             unsafe { std::ptr::copy_nonoverlapping(at as *const u8, dst.as_mut_ptr(), dst.len()) };
         } else if !dst.is_empty() {
-            // SAFETY: the range lies in the storage, and this stream's work on it is done.
+            // SAFETY: the range is in the storage, and this stream's work on it is done.
             unsafe { copy_now(npu, dst.as_mut_ptr() as u64, at, dst.len(), CopyDirection::ToHost) }?;
         }
         Counters::add(&npu.counters.host_read_bytes, dst.len());

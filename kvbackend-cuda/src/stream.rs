@@ -90,7 +90,7 @@ impl Stream for CudaStream {
         let host = memory::of(device, dst.storage())?.host();
         if let Some(host) = host.filter(|_| src.len() > STAGED) {
             state.synchronize(&mut queue)?;
-            // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The contract
+            // SAFETY: the range is in the pinned memory, and this stream's work on it is done. The contract
             // requires callers to order other streams before this call.
             unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), host.add(range.start), src.len()) };
         } else {
@@ -111,7 +111,7 @@ impl Stream for CudaStream {
                 queue.in_flight.hold(Hold::Other(upload));
                 from
             };
-            // SAFETY: the range lies in the storage. The upload is held until the work is done; `src` stays
+            // SAFETY: the range is in the storage. The upload is held until the work is done; `src` stays
             // borrowed until the wait below.
             unsafe { sys::cuMemcpyAsync(at, from, src.len(), raw) }
                 .result()
@@ -136,14 +136,14 @@ impl Stream for CudaStream {
         let host = memory::of(device, src.storage())?.host();
         let mut queue = state.queue.lock();
         if host.is_none() && !dst.is_empty() {
-            // SAFETY: the range lies in the storage; `dst` is not used before the wait below.
+            // SAFETY: the range is in the storage; `dst` is not used before the wait below.
             unsafe { sys::cuMemcpyAsync(dst.as_mut_ptr() as u64, at, dst.len(), raw) }
                 .result()
                 .map_err(|error| device.refused(error))?;
         }
         state.synchronize(&mut queue)?;
         if let Some(host) = host {
-            // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The contract
+            // SAFETY: the range is in the pinned memory, and this stream's work on it is done. The contract
             // requires callers to order other streams before this call.
             unsafe { std::ptr::copy_nonoverlapping(host.add(range.start), dst.as_mut_ptr(), dst.len()) };
         }

@@ -126,7 +126,7 @@ pub(crate) fn open(options: &WgpuOptions) -> Result<(wgpu::Device, Queue)> {
         .map_err(|error| none(format!("{name} could not be opened: {error}")))
 }
 
-/// The advice for a machine that has no adapter.
+/// The message for a machine without any adapter.
 pub const NO_ADAPTER: &str = "no Vulkan, Metal or DirectX 12 adapter was found; install the driver of the GPU, or a \
                           software adapter (Debian, Ubuntu: apt-get install mesa-vulkan-drivers libvulkan1)";
 

@@ -108,7 +108,8 @@ impl GpuDevice {
     }
 
     /// Returns the kernel with the given constants, which is compiled on first use. `texts` declares the
-    /// constants that WGSL needs in its source code; they must be determined by `constants`.
+    /// constants that WGSL needs in its source code. It must depend only on `constants`, which identify a
+    /// cached kernel.
     pub(crate) fn pipeline(
         &self,
         shader: Shader,

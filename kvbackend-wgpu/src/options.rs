@@ -11,7 +11,7 @@ pub struct WgpuOptions {
     pub adapter: Option<String>,
     /// Whether to read f16 with bit operations, as on devices without 16-bit arithmetic.
     pub packed_f16: bool,
-    /// The maximum number of a buffer's bytes to bind at once, if it must be lower than the device's own
-    /// limit. At least 1024.
+    /// The maximum number of a buffer's bytes to bind at once, if it is to be lower than the device's own
+    /// limit. Must be at least 1024.
     pub max_binding: Option<u64>,
 }

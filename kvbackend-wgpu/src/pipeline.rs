@@ -44,8 +44,8 @@ impl Shader {
         }
     }
 
-    /// Returns for each binding whether it is declared as writable. A binding must be if it is written, or if
-    /// it may share its buffer with a written binding.
+    /// Returns for each binding whether it is declared as writable. A binding must be writable if the kernel
+    /// writes it, or if it may share its buffer with a binding that the kernel writes.
     fn written(self) -> &'static [bool] {
         match self {
             Self::CopyUnits | Self::CopyBytes => &[false, true, true],

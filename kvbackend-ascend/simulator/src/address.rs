@@ -60,12 +60,12 @@ impl Space {
         self.used
     }
 
-    /// Increases the number of bytes that count against the limit.
+    /// Increases the number of bytes that count against the limit by `bytes`.
     pub(crate) fn count(&mut self, bytes: u64) {
         self.used += bytes;
     }
 
-    /// Decreases the number of bytes that count against the limit.
+    /// Decreases the number of bytes that count against the limit by `bytes`.
     pub(crate) fn uncount(&mut self, bytes: u64) {
         self.used -= bytes;
     }
@@ -87,7 +87,7 @@ impl Space {
     pub(crate) fn enliven(&mut self, at: u64, len: u64) {
         self.memories.insert(at, SimMemory { len, alive: true, accesses: Accesses::default() });
         let bytes = self.bytes(at);
-        // SAFETY: the range lies in the mapping, and nothing else writes there.
+        // SAFETY: the range is in the mapping, and nothing else writes there.
         unsafe { bytes.write_bytes(POISON, len as usize) };
     }
 

@@ -103,8 +103,7 @@ pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
     }
 }
 
-/// Makes all functions work again, and resets the limits. Resets devices that no thread has set to their
-/// initial state.
+/// Makes all functions work again, and resets the limits. Lost devices that no thread has set work again.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_reset() {
     let mut state = lock();

@@ -86,7 +86,7 @@ impl SimState {
         )
     }
 
-    /// Returns this thread's device if it is not lost.
+    /// Returns this thread's device, or an error if it is lost.
     pub(crate) fn alive(&self) -> CallResult<usize> {
         let device = Self::current()?;
         self.check_alive(device)?;
@@ -166,7 +166,7 @@ pub(crate) fn call_that_waits(
     keep_rule(outcome)
 }
 
-/// Stores the rule that a failed call broke, for this thread. Returns the call's error code.
+/// Stores the rule that this thread's failed call broke. Returns the call's error code.
 pub(crate) fn keep_rule(outcome: CallResult) -> i32 {
     match outcome {
         Ok(()) => 0,

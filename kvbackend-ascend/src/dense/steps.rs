@@ -9,7 +9,7 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Checks that a weight has the given numbers of rows and columns.
+/// Checks that a weight has the given number of rows and the given width.
 fn check(what: &'static str, weight: &AscendWeight, rows: usize, width: usize) -> Result<()> {
     for (expected, got) in [(rows, weight.rows), (width, weight.width)] {
         if expected != got {

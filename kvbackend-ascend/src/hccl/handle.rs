@@ -23,7 +23,7 @@ pub(super) struct RankHandle {
 // SAFETY: handles may be used from any thread on which the device's context is current. The communicator's
 // lock ensures that only one thread at a time issues collectives.
 unsafe impl Send for RankHandle {}
-// SAFETY: as for `Send`; a query for failures changes nothing.
+// SAFETY: the same condition as for `Send`; a query for failures changes nothing.
 unsafe impl Sync for RankHandle {}
 
 impl Drop for RankHandle {
@@ -86,7 +86,7 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Rank
     let made = within(0, limit, move || {
         let mut ordinals: Vec<i32> = devices.iter().map(|npu| npu.ordinal).collect();
         let mut raw: Vec<*mut c_void> = vec![std::ptr::null_mut(); devices.len()];
-        // In reverse order, so the first device's context is current at the end.
+        // Bind in reverse order, so that the first device's context is current at the end.
         let bound = devices.iter().rev().map(|npu| npu.bind()).collect::<Result<Vec<_>>>()?;
         // SAFETY: both lists have one entry per device, and every device is set.
         let code = unsafe {
@@ -101,8 +101,8 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Rank
 }
 
 // Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-separate-thread
-/// Runs a call on its own thread, because the call may wait for other ranks, and waits for it at most
-/// `limit`. A result that arrives later is dropped.
+/// Runs a call on its own thread, because the call may wait for other ranks. Waits at most `limit` for its
+/// result; a later result is dropped.
 fn within<T: Send + 'static>(
     rank: usize,
     limit: Duration,

@@ -20,7 +20,7 @@ const BYTES: sys::HcclDataType = sys::HCCL_DATA_TYPE_INT8;
 pub(super) struct CollectiveLine<'a> {
     pub(super) loaded: &'static HcclLibrary,
     pub(super) npu: &'a Arc<Npu>,
-    /// None if the rank is the only one in its group.
+    /// `None` if the rank is the only one in its group.
     pub(super) handle: Option<&'a RankHandle>,
     pub(super) stream: sys::aclrtStream,
     /// Memory that a collective needs besides its views. It must be kept until the work is done.
@@ -41,7 +41,7 @@ pub(super) fn is_empty(collective: Collective<'_>) -> bool {
 /// Checks that HCCL can access the views.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::Unsupported`] for pinned memory.
+/// Returns [`kvcore::Error::Unsupported`] if a view is in pinned memory.
 pub(super) fn reaches(collective: Collective<'_>) -> Result<()> {
     match collective.views().iter().find(|view| view.storage().kind() != MemoryKind::Device) {
         None => Ok(()),

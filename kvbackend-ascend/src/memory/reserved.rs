@@ -31,7 +31,7 @@ pub struct AscendReserved {
     addresses: Arc<ReservedAddresses>,
 }
 
-/// Reserved addresses, and the physical memory that is mapped there.
+/// Reserved addresses, and the physical memory that is mapped to them.
 #[derive(Debug)]
 struct ReservedAddresses {
     npu: Arc<Npu>,

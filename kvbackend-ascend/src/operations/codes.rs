@@ -20,7 +20,7 @@ const STEP: f32 = 0.75 / 1024.0;
 /// Three quarters of the distance between neighbouring subnormal f16 numbers.
 const LEAST_STEP: f32 = 0.75 / 16_777_216.0;
 
-/// Smaller than every scale except 0.
+/// A number that is smaller than every scale except 0.
 const TINY: f32 = 1e-30;
 
 /// Returns codes times the scales of their groups, in f32. Codes and scales must be in the same order.

@@ -163,7 +163,7 @@ impl KeptPlan {
     }
 }
 
-/// The plans of a stream's or capture's most recent operations.
+/// The plans of the most recent operations on a stream or in a capture.
 #[derive(Debug, Default)]
 pub(crate) struct RecentPlans(Recent<PlanKey, KeptPlan, KEPT>);
 

@@ -8,7 +8,7 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::{ListMemory, Work};
 
-/// A tensor on the device whose contents came from a host list.
+/// A tensor on the device whose contents were sent from a list on the host.
 #[derive(Debug, Clone)]
 pub(super) struct SentTensor {
     pub(super) tensor: Tensor,

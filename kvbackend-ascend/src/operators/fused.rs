@@ -9,7 +9,7 @@ use super::tensor::TensorList;
 use super::{NumberList, Tensor};
 use crate::queue::Work;
 
-/// The limit on the number of earlier or later tokens that a row may see: no limit.
+/// The limit that lets a row see any number of earlier and later tokens.
 const FAR: i64 = 2_147_483_647;
 
 /// The operands of paged attention with one row per sequence.

@@ -100,7 +100,8 @@ pub(crate) fn capture(
 }
 
 impl AscendEvent {
-    /// Returns an error if the event belongs to a capture, for a call that cannot be captured.
+    /// Checks that the event does not belong to a capture, because the call cannot be captured. `what`
+    /// describes the call.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`], which names the call, if the event belongs to a capture.

@@ -53,7 +53,7 @@ impl AclEvent {
         self.npu.check(unsafe { self.npu.library.acl.aclrtRecordEvent(self.raw, stream) })
     }
 
-    /// Makes a stream of `npu` wait for the event. The context of `npu` must be current.
+    /// Makes a stream on `npu` wait for the event. The context of `npu` must be current.
     pub(crate) fn hold_back(&self, npu: &Npu, stream: sys::aclrtStream) -> Result<()> {
         // SAFETY: the event and the stream are alive.
         npu.check(unsafe { npu.library.acl.aclrtStreamWaitEvent(stream, self.raw) })

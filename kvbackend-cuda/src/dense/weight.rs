@@ -143,7 +143,7 @@ impl CudaSteps {
         Ok(CudaWeight { storage: Arc::new(storage), kind, rows, width, parts: [0, second, third] })
     }
 
-    /// Checks that a weight has the given numbers of rows and columns.
+    /// Checks that a weight has the given number of rows and the given width.
     pub(super) fn check(what: &'static str, weight: &CudaWeight, rows: usize, width: usize) -> Result<()> {
         for (expected, got) in [(rows, weight.rows), (width, weight.width)] {
             if expected != got {

@@ -37,7 +37,7 @@ pub struct CudaStorage {
     lender: Option<usize>,
 }
 
-/// What frees a storage's memory.
+/// The mechanism that frees a storage's memory.
 enum FreedBy {
     Pool,
     Allocation,
@@ -105,7 +105,7 @@ impl CudaStorage {
     pub(crate) fn fill(&self, bytes: &[u8]) -> Result<()> {
         let _bound = self.device.bind()?;
         let bytes = &bytes[..bytes.len().min(self.len)];
-        // SAFETY: the range lies in the storage, and `bytes` outlives the wait.
+        // SAFETY: the range is in the storage, and `bytes` outlives the wait.
         unsafe { result::memcpy_htod_async(self.address, bytes, self.device.setup) }
             .map_err(|error| self.device.refused(error))?;
         self.device.settle()

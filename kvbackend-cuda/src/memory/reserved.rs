@@ -24,7 +24,7 @@ pub struct CudaReserved {
     granules: Arc<Granules<CUmemGenericAllocationHandle>>,
 }
 
-/// Reserved addresses, and the physical memory that is mapped there.
+/// Reserved addresses, and the physical memory that is mapped to them.
 pub(super) struct CudaReservation {
     device: Arc<CudaDevice>,
     address: CUdeviceptr,
@@ -134,7 +134,7 @@ impl CudaReserved {
     fn place(&self, at: usize, wanted: usize) -> Result<CUmemGenericAllocationHandle> {
         let CudaStorage { device, address, .. } = &self.storage;
         let (address, granule) = (address + at as u64, self.granules.granule());
-        // SAFETY: the granule lies in the reservation and has no memory. Nothing uses the new memory yet.
+        // SAFETY: the granule is in the reservation and has no memory. Nothing uses the new memory yet.
         unsafe {
             let handle = place(device.ordinal, address, granule)
                 .map_err(|error| device.no_memory(error, MemoryKind::Device, wanted))?;

@@ -23,7 +23,7 @@ pub(super) struct NcclGroup {
     presence: Arc<RanksHere>,
 }
 
-/// The numbers of this process's ranks that have not left and that are leaving.
+/// Two counts of this process's ranks: the ranks that have not left, and the ranks that are leaving.
 #[derive(Default)]
 struct RanksHere {
     counts: Mutex<(usize, usize)>,

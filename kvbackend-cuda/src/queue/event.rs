@@ -69,7 +69,7 @@ impl Event for CudaEvent {
     }
 
     fn on_done(self: Arc<Self>, call: DoneCall) {
-        // An event of a capture is never done, so this calls back at once, with the error that a wait
+        // An event of a capture is never done, so `call` is called at once, with the error that a wait
         // returns.
         if self.capture == 0 { call_when_done(self, call) } else { call(self.wait()) }
     }

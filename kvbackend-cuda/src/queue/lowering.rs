@@ -108,7 +108,7 @@ impl CudaStream {
                 return Ok(());
             }
             let at = view.storage().address() + range.start as u64;
-            // SAFETY: the range lies in the storage, which is held until the work is done.
+            // SAFETY: the range is in the storage, which is held until the work is done.
             unsafe { result::memset_d8_async(at, 0, range.len(), *raw) }
                 .map_err(|error| device.refused(error))
         })

@@ -58,8 +58,8 @@ pub(crate) struct CudaQueue {
 pub(super) struct GraphScratch(Vec<(usize, Weak<dyn Storage>)>);
 
 impl GraphScratch {
-    /// Returns memory of at least `bytes` bytes for a stream's key. Allocates it with `make` if there is
-    /// none.
+    /// Returns scratch memory of at least `bytes` bytes for the stream that `key` identifies. Allocates it
+    /// with `make` if there is none.
     pub(super) fn of(
         &mut self,
         key: usize,

@@ -13,15 +13,14 @@ use crate::device::GpuDevice;
 use crate::pipeline::Binding;
 
 // Decision: docs/decisions/backend-wgpu.md#pending-work-is-limited
-/// When this number of bytes is waiting in the device's queue, the recorded work is submitted.
+/// The number of bytes waiting in the device's queue at which the recorded work is submitted.
 const MANY_WRITTEN: u64 = 64 << 20;
 
-/// When this number of dispatches is recorded, they are submitted, so that the device works while the host
+/// The number of recorded dispatches at which they are submitted, so that the device works while the host
 /// continues.
 const MANY: usize = 256;
 
-/// A point in a stream's order of work: the end of the next submission, or of the submission that it has
-/// become.
+/// A point in a stream's order of work: the end of a submission, which may not have been made yet.
 #[derive(Debug, Default)]
 pub(crate) struct Point(Mutex<Option<SubmissionIndex>>);
 

@@ -11,7 +11,8 @@ use crate::pipeline::Binding;
 const FIRST: u64 = 64 << 10;
 
 // Decision: docs/decisions/backend-wgpu.md#pending-work-is-limited
-/// If the upload buffers would exceed this total size in bytes, the recorded work is submitted.
+/// The maximum total size of the upload buffers, in bytes. If it would be exceeded, the recorded work is
+/// submitted.
 const MANY: u64 = 16 << 20;
 
 /// A device buffer, and the bytes to write to it before the next submission.
@@ -36,8 +37,8 @@ impl Uploads {
         self.0.last().is_some_and(|last| end(last) <= last.buffer.size())
     }
 
-    /// Returns whether the given number of bytes needs another buffer with which all buffers together would
-    /// exceed [`MANY`].
+    /// Returns whether `bytes` more bytes need another buffer, and all buffers together would then exceed
+    /// [`MANY`].
     pub(super) fn are_many_with(&self, device: &GpuDevice, bytes: usize) -> bool {
         let (size, all) = (padded(bytes), self.0.iter().map(|one| one.buffer.size()).sum::<u64>());
         !self.has_room(device, size) && all + size > MANY

@@ -23,7 +23,7 @@ fn copy(from: View, out: View) -> CallResult<Action> {
         let dst = place(state, &out, moment, true)?;
         let size = size_of_type(out.dtype);
         walk(&out.dims, &[&out.strides, &strides], |[o, i]| {
-            // SAFETY: the offsets lie in the views, which are alive.
+            // SAFETY: the offsets are in the views, which are alive.
             unsafe {
                 if from.dtype == out.dtype {
                     std::ptr::copy_nonoverlapping(src.add(i * size), dst.add(o * size), size);

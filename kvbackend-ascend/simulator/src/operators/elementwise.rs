@@ -38,7 +38,7 @@ fn of_two(
             return Ok(());
         }
         walk(&out.dims, &[&out.strides, &of_a, &of_b], |[o, a, b]| {
-            // SAFETY: the offsets lie in the views, which are alive.
+            // SAFETY: the offsets are in the views, which are alive.
             unsafe { store(dtype, to, o, f(load(dtype, from_a, a), load(dtype, from_b, b))) };
         });
         Ok(())
@@ -62,7 +62,7 @@ fn of_one(
         let to = place(state, &out, moment, true)?;
         let View { dtype, .. } = out;
         walk(&out.dims, &[&out.strides, &x.strides], |[o, x]| {
-            // SAFETY: the offsets lie in the views, which are alive.
+            // SAFETY: the offsets are in the views, which are alive.
             unsafe { store(dtype, to, o, f(load(dtype, from, x))) };
         });
         Ok(())

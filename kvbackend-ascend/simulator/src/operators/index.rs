@@ -121,7 +121,7 @@ fn put(
         let bytes = rows.row_bytes();
         let numbers = rows.numbers(state, moment)?;
         let from = place(state, &rows.moved, moment, false)?;
-        // SAFETY: each row lies in the view, which is alive.
+        // SAFETY: each row is in the view, which is alive.
         let row = |i: usize| unsafe { std::slice::from_raw_parts(from.add(i * bytes), bytes) };
         let mut first = HashMap::new();
         for (i, number) in numbers.iter().enumerate() {

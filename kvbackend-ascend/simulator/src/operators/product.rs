@@ -39,7 +39,7 @@ impl Matrices {
         for row in 0..rows {
             for column in 0..columns {
                 let at = first + row * self.0.strides[1] + column * self.0.strides[2];
-                // SAFETY: the offset lies in the view, which is alive.
+                // SAFETY: the offset is in the view, which is alive.
                 values.push(unsafe { load(self.0.dtype, from, at) });
             }
         }
@@ -72,7 +72,7 @@ fn multiply(a: View, b: View, out: View, types: i8) -> CallResult<Action> {
                     row.iter_mut().zip(b).for_each(|(sum, y)| *sum += x * y);
                 }
                 for (j, &x) in row.iter().enumerate() {
-                    // SAFETY: the offset lies in the view, which is alive.
+                    // SAFETY: the offset is in the view, which is alive.
                     unsafe { store(out.dtype, to, (number * m + i) * n + j, x) };
                 }
             }

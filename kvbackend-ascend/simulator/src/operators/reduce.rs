@@ -39,11 +39,11 @@ fn reduce(
         let to = place(state, &out, moment, true)?;
         let mut results = vec![start; out.bytes().map_or(0, |_| span(&out))];
         walk(&x.dims, &[&x.strides, &along], |[x_at, o]| {
-            // SAFETY: the offset lies in the view, which is alive.
+            // SAFETY: the offset is in the view, which is alive.
             results[o] = f(results[o], unsafe { load(x.dtype, from, x_at) });
         });
         walk(&out.dims, &[&out.strides], |[o]| {
-            // SAFETY: the offset lies in the view, which is alive.
+            // SAFETY: the offset is in the view, which is alive.
             unsafe { store(out.dtype, to, o, results[o]) };
         });
         Ok(())
@@ -78,7 +78,7 @@ fn norm(
         let (from, by) = (place(state, &x, moment, false)?, place(state, &gamma, moment, false)?);
         let (to, deviations) = (place(state, &y, moment, true)?, place(state, &rstd, moment, true)?);
         for row in 0..rows {
-            // SAFETY: the rows lie in the views, which are alive.
+            // SAFETY: the rows are in the views, which are alive.
             unsafe {
                 let at = |i: usize| load(x.dtype, from, row * width + i);
                 let squares: f32 = (0..width).map(|i| at(i) * at(i)).sum();

@@ -22,7 +22,7 @@ struct RunKv {
 pub(super) struct Entries<'a> {
     pub(super) operands: &'a AttentionOperands<'a>,
     pub(super) plan: &'a AttentionPlan,
-    /// None if queries and keys are not rotated.
+    /// `None` if queries and keys are not rotated.
     pub(super) angles: Option<&'a PlanAngles>,
 }
 

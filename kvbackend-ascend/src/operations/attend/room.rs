@@ -26,7 +26,7 @@ const LEAST_ANGLES: usize = 16;
 /// The maximum number of key and value elements that are gathered at once.
 const MOST: usize = 64 << 20;
 
-/// The tokens of a step.
+/// The tokens that the rows of a step see.
 struct StepTokens {
     /// Each row's tokens with their merge groups, or `None` for a row without a result.
     rows: Vec<Option<(SeenTokens, Vec<usize>)>>,

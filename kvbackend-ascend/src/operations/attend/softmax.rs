@@ -10,7 +10,7 @@ use crate::queue::Work;
 /// infinities is NaN.
 pub(super) const FLOOR: f32 = -1e30;
 
-/// Smaller than every sum of exponentials except 0.
+/// A number that is smaller than every sum of exponentials except 0.
 pub(super) const TINY: f32 = 1e-30;
 
 /// A partial softmax over some tokens, for each head and row: `[heads, rows, 1]` and `[heads, rows, dim]`.

@@ -71,8 +71,8 @@ pub(super) fn of_tasks(
     records
 }
 
-/// Returns the merge kernel's input: one record for each row of `tiles`, then the factors of the merge groups,
-/// then the part lists.
+/// Returns the merge kernel's input: one record for each row of `tiles`, then the factors of the merge
+/// groups, then the part lists.
 pub(super) fn of_merge(op: &Attend, tiles: &[RowTile]) -> Vec<u32> {
     let heads = op.q.shape()[1] as u32;
     let groups = MERGED * tiles.iter().map(|tile| tile.rows.len()).sum::<usize>();
