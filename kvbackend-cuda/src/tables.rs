@@ -9,11 +9,11 @@ use parking_lot::Mutex;
 use crate::device::CudaDevice;
 use crate::memory::CudaStorage;
 
-/// The host's table, held weakly, and its copy on the device.
+/// A weak reference to the host's table, and the table's copy on the device.
 type Copied = (Weak<RopeTable>, Arc<dyn Storage>);
 
-/// A backend's RoPE tables, by the address of the host table that each one copies. A table contains a pair
-/// `(cos, sin)` for each position and pair of elements, without the attention factor.
+/// A backend's RoPE tables on the device, by the address of the host table that each one copies. A table
+/// contains a pair `(cos, sin)` for each position and pair of elements, without the attention factor.
 #[derive(Debug, Default)]
 pub(crate) struct AngleTables(Mutex<HashMap<usize, Copied>>);
 

@@ -1,8 +1,8 @@
 //! Compares the backend's bindings with the ones that another crate declares for the same functions.
 //!
-//! Both are Rust and are read as text, because building the crate with its functions would link to CANN. A
-//! CANN handle is an opaque pointer there and a pointer to a struct without fields here; an enumeration is a
-//! four-byte number.
+//! Both sets of bindings are Rust, and are read as text, because building the crate with its functions would
+//! link to CANN. A CANN handle is an opaque pointer in that crate, and a pointer to a struct without fields
+//! in ours. Enumerations are four-byte integers.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,7 +17,7 @@ pub(super) struct Declared {
     values: BTreeMap<String, i128>,
 }
 
-/// Counts of compared declarations.
+/// The numbers of declarations that were compared.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Compared {
     pub(super) functions: usize,
@@ -76,7 +76,7 @@ impl Declared {
         self.functions.insert(name.trim().to_owned(), format!("({}) -> {result}", types.join(", ")));
     }
 
-    /// Compares the names that both declare.
+    /// Compares the declarations of the names that both sets of bindings declare.
     ///
     /// # Errors
     /// Returns the names that differ, with both declarations.
@@ -88,7 +88,7 @@ impl Declared {
     }
 }
 
-/// Returns the number of names that both have, and the names that differ.
+/// Returns the number of names in both maps, and the names whose declarations differ.
 fn differences<T: PartialEq + std::fmt::Display>(
     ours: &BTreeMap<String, T>,
     theirs: &BTreeMap<String, T>,

@@ -9,7 +9,7 @@ use kvcore::{Backend, Communicator, DType, Error, MemoryKind, ReduceOp, allocate
 use crate::common::opened;
 use crate::simulator::{EAGER, LAZY, alone};
 
-/// Longer than any test takes.
+/// A time-out that is longer than any test takes.
 const LONG: Duration = Duration::from_secs(600);
 
 /// The time-out of a group that never becomes complete.

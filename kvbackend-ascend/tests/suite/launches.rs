@@ -1,4 +1,4 @@
-//! The number of operators for a batch does not grow with its sequences or with the chunks per sequence.
+//! The number of operators for a batch must not grow with the number of sequences or of chunks per sequence.
 
 use std::sync::Arc;
 

@@ -14,7 +14,7 @@ use kvcore::{
 use crate::common::{download, opened, upload};
 use crate::double::{EAGER, LAZY, alone, among_others, double};
 
-/// Longer than any test takes.
+/// A time-out that is longer than any test takes.
 const LONG: Duration = Duration::from_secs(600);
 
 /// The time-out of groups in which some ranks never arrive.
