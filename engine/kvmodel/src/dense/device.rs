@@ -184,7 +184,8 @@ macro_rules! device_dense {
         struct DeviceBorder {
             steps: Arc<$steps>,
             extents: BorderExtents,
-            /// The number of steps enqueued so far when the operations' stream last waited for the steps.
+            /// The number of steps that had been enqueued when the operations' stream last waited for
+            /// them.
             ordered: Option<u64>,
         }
 
