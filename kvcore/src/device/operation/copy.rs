@@ -12,7 +12,7 @@ use crate::device::{KvArena, WritePairs};
 /// is unspecified.
 #[derive(Debug, Clone)]
 pub struct CopyBlocks {
-    /// Arena of the sources and destinations.
+    /// Arena that contains the sources and destinations.
     pub arena: KvArena,
     /// `(source, destination)` pairs. The destinations must be blocks that the caller is filling.
     pub pairs: WritePairs,

@@ -225,7 +225,7 @@ impl<S: CapturedStream> Recording<S> {
         Ok(rope)
     }
 
-    /// Keeps an object alive for as long as the graph.
+    /// Keeps an object alive for as long as the graph exists.
     pub fn hold(&mut self, hold: Hold) {
         if self.known.insert(hold.address()) {
             self.captured.held.push(hold);
