@@ -168,7 +168,8 @@ impl Workers {
         })
     }
 
-    /// Starts the pool's threads, without the caller. If the system fails to start a thread, there are fewer.
+    /// Starts all threads of the pool except the caller. Stops at the first thread that the system fails to
+    /// start.
     fn start(&self) -> Vec<JoinHandle<()>> {
         let start = |i| {
             let shared = Arc::clone(&self.shared);

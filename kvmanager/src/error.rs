@@ -6,11 +6,12 @@ pub(crate) use kvcore::Error as CoreError;
 
 /// The errors of the managers, with the values needed to handle them.
 ///
-/// A call that returns an error changes nothing.
+/// Unless its documentation says otherwise, a call that returns an error changes nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A block is not allocated, because it was freed earlier, passed twice in one call, or never allocated.
+    /// A block ID does not refer to a block that [`BlockManager::allocate`](crate::BlockManager::allocate)
+    /// returned: the block is free, it belongs to a sequence, or it was passed twice to one call.
     #[error("block {block} is not allocated")]
     NotAllocated {
         /// The ID of the block.

@@ -93,8 +93,8 @@ const HISTOGRAMS: [LatencyColumn<PoolMetrics>; 2] = [
 ];
 
 impl PoolMetrics {
-    /// Reads the metrics of a pool that has no manager. The numbers of calls are 0, and the latencies are
-    /// empty.
+    /// Reads the metrics of a pool without those of a manager: all counts of calls are 0, and the latencies
+    /// are empty. Blocks that are being filled or shared count as in flight.
     pub(crate) fn of(pool: &BlockPool) -> Self {
         let counts = pool.counts();
         let in_flight = counts.mutable + counts.shared;

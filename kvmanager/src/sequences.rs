@@ -137,8 +137,8 @@ impl PagedSequences {
         self.write(stream, number, layer, k, v, start)
     }
 
-    /// Replaces all tokens of one layer, starting at token `start`, with new rows. Returns copies of all rows
-    /// of the layer, as `([len, k_heads, k_dim], [len, v_heads, v_dim])`. Blocks past the end of the longest
+    /// Replaces token `start` and all later tokens of one layer with new rows. Returns copies of all rows of
+    /// the layer, as `([len, k_heads, k_dim], [len, v_heads, v_dim])`. Blocks past the end of the longest
     /// layer are freed.
     ///
     /// ```
@@ -165,7 +165,8 @@ impl PagedSequences {
     ///
     /// # Errors
     /// Returns the errors of [`append`](Self::append), [`kvcore::Error::TooLarge`] if `start` would leave a
-    /// gap, and the errors of [`read`](Self::read).
+    /// gap, and the errors of [`read`](Self::read). If copying the rows fails, the tokens have already been
+    /// replaced.
     pub fn update(
         &mut self,
         stream: &dyn Stream,

@@ -45,8 +45,8 @@ pub use stored::StoredType;
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-as-they-read-them
 /// Maximum number of rows to multiply at a time.
 const ROWS: usize = 96;
-/// Lower bound on the maximum number of rows per run, even for long rows, because shorter runs are not
-/// worthwhile.
+/// The maximum number of rows per run is at least this, however long the rows are, because shorter runs are
+/// not worthwhile.
 const FEWEST_OF_A_RUN: usize = 24;
 /// The approximate number of row elements to multiply at a time.
 const FEW: usize = 64 << 10;

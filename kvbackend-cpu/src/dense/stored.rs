@@ -26,9 +26,9 @@ pub enum StoredType {
     /// ggml's `Q8_0`: 32 elements in 34 bytes, an f16 scale and 32 signed bytes. Each element is its byte
     /// times the scale.
     Q8_0,
-    /// ggml's `Q4_K`: 256 elements in 144 bytes. A block has two f16 factors, one for scales and one for
-    /// minima; 12 bytes with a 6-bit scale and a 6-bit minimum for each of the eight groups of 32 elements;
-    /// and 128 bytes with two 4-bit elements each. An element is `factor · scale · q − factor · minimum`.
+    /// ggml's `Q4_K`: 256 elements in 144 bytes. A block has two f16 factors, `d` for the scales and `m` for
+    /// the minima; 12 bytes with a 6-bit scale and a 6-bit minimum for each of the eight groups of 32
+    /// elements; and 128 bytes with two 4-bit elements each. An element is `d · scale · q − m · minimum`.
     Q4K,
     /// ggml's `Q4_0`: 32 elements in 18 bytes.
     Q4_0,

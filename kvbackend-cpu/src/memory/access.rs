@@ -253,13 +253,13 @@ pub(crate) fn not_locked() -> Error {
     Error::Device { backend: NAME, reason }
 }
 
-/// Read access to a range of a storage's elements, which keep their indices in the storage.
+/// Read access to a range of a storage's elements. Indices count from the beginning of the whole storage.
 pub(crate) struct Window<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a [T],
 }
 
-/// Write access to a range of a storage's elements, which keep their indices in the storage.
+/// Write access to a range of a storage's elements. Indices count from the beginning of the whole storage.
 pub(crate) struct WindowMut<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a mut [T],
@@ -274,21 +274,23 @@ impl<T> Clone for Window<'_, T> {
 impl<T> Copy for Window<'_, T> {}
 
 impl<'a> Window<'a> {
-    /// Returns the bytes as elements, starting at the beginning of the window.
+    /// Reinterprets the bytes as elements of type `T`. The window must begin at a multiple of the size of `T`,
+    /// and an incomplete element at the end is dropped.
     pub(crate) fn elements<T: Element>(self) -> Result<Window<'a, T>> {
         Ok(Window { first: self.first / size_of::<T>(), values: elements(self.values)? })
     }
 }
 
 impl<'a> WindowMut<'a> {
-    /// Returns the bytes as elements, starting at the beginning of the window.
+    /// Reinterprets the bytes as elements of type `T`. The window must begin at a multiple of the size of `T`,
+    /// and an incomplete element at the end is dropped.
     pub(crate) fn elements<T: Element>(self) -> Result<WindowMut<'a, T>> {
         Ok(WindowMut { first: self.first / size_of::<T>(), values: elements_mut(self.values)? })
     }
 }
 
 impl<'a, T> Window<'a, T> {
-    /// Returns elements by their indices in the storage.
+    /// Returns the elements in a range of indices, which count from the beginning of the storage.
     pub(crate) fn get(self, range: Range<usize>) -> &'a [T] {
         &self.values[range.start - self.first..range.end - self.first]
     }

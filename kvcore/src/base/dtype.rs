@@ -9,8 +9,8 @@ use crate::base::{Error, Result, product};
 
 /// The type of one stored element.
 ///
-/// Kernels compute with the types in [`COMPUTE`](Self::COMPUTE). Quantised caches store the other types; see
-/// [`KvFormat`](crate::KvFormat).
+/// Kernels compute with the types in [`COMPUTE`](Self::COMPUTE). Quantised caches store `I8`, `I4` and the
+/// two 8-bit floats; see [`KvFormat`](crate::KvFormat). `U8` is for plain bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -38,7 +38,7 @@ impl DType {
     pub const ALL: [Self; 8] =
         [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2, Self::I8, Self::U8, Self::I4];
 
-    /// The row types that every kernel accepts, in the order that test suites use.
+    /// The element types that every kernel accepts for its rows, in the order that test suites use.
     pub const COMPUTE: [Self; 3] = [Self::F32, Self::F16, Self::BF16];
 
     /// Returns the number of bits per element.

@@ -6,7 +6,8 @@ use crate::base::{BlockId, DType, KvFormat};
 
 /// An error of `kvcore`, or of a backend that implements its contract.
 ///
-/// A call that returns an error changes nothing: it holds no blocks and leaves all metadata unchanged.
+/// Unless its documentation says otherwise, a call that returns an error changes nothing: it holds no blocks
+/// and leaves all metadata unchanged.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -16,7 +17,7 @@ pub enum Error {
         /// The quantity that overflowed.
         what: &'static str,
     },
-    /// A count that must be at least 1 is 0.
+    /// A count or size that must be at least 1 is 0.
     #[error("{what} must be at least 1")]
     Zero {
         /// The quantity that is zero.
@@ -35,7 +36,7 @@ pub enum Error {
     TokenFreed {
         /// The token.
         token: usize,
-        /// The first token that has a slot.
+        /// The index of the first token that still has a slot.
         first: usize,
     },
     /// The same item (a row, block, slot or sequence) was given twice in one call.
@@ -102,7 +103,8 @@ pub enum Error {
         /// The required divisor of the extent.
         of: usize,
     },
-    /// The strides let two elements share an address, or reach past the end of the storage.
+    /// The strides are not allowed: two elements would share an address, a row would begin inside a byte, or
+    /// the elements are not contiguous where they must be.
     #[error("invalid strides for {what}: {reason}")]
     InvalidStrides {
         /// The plane or view with the invalid strides.
@@ -158,10 +160,11 @@ pub enum Error {
         /// The collective that another rank called.
         other: String,
     },
-    /// A collective did not finish in time because a rank never called it. The group has failed on all ranks.
+    /// A collective did not finish in time, usually because a rank did not call it. The group has failed on
+    /// all ranks.
     #[error("{call} on rank {rank} waited {limit:?} for other ranks; end the work on all ranks")]
     RanksTimedOut {
-        /// The rank that waited longest.
+        /// The rank whose wait timed out.
         rank: usize,
         /// The collective that this rank called.
         call: String,
@@ -193,8 +196,8 @@ pub enum Error {
         /// The block to be written.
         block: BlockId,
     },
-    /// A write permit is void: since the permit was issued, one of its blocks was shared, or a block of the
-    /// permit's owner was truncated or freed.
+    /// A write permit is void: since the permit was issued, one of its blocks was shared or freed, or the
+    /// owner of the blocks was truncated, split or dropped.
     #[error(
         "the permit to write these {what} is void: a block was shared, truncated or freed since; \
          take new {what} from the table or the guard that fills the blocks"
@@ -273,7 +276,7 @@ pub enum Error {
         reason: String,
     },
     /// The backend does not support this operation or combination. Its `capabilities()` list the supported
-    /// ones.
+    /// types and formats, and the missing features.
     #[error("{backend} does not support {what}")]
     Unsupported {
         /// The backend.
@@ -306,22 +309,23 @@ pub enum Error {
         /// The address of the byte.
         address: u64,
     },
-    /// The address of a pointer or view is not a multiple of the required alignment.
+    /// An address or an offset is not a multiple of the required alignment.
     #[error("{what} at {address:#x} is not aligned to {align} bytes")]
     Misaligned {
-        /// The pointer or view.
+        /// The pointer, view or range.
         what: &'static str,
-        /// Its address.
+        /// The address or offset.
         address: u64,
         /// The required alignment in bytes.
         align: usize,
     },
-    /// The offsets or indices of a sparse selection are not in order.
+    /// The offsets or indices of a sparse selection are not in order, or the operation does not support
+    /// selections.
     #[error("selection of row {row}: {reason}")]
     InvalidSelection {
-        /// Index of the row in the batch.
+        /// Index of the row in its entry.
         row: usize,
-        /// The offsets or indices that are out of order.
+        /// The reason for the rejection.
         reason: String,
     },
     /// The RoPE specification is contradictory or not supported.

@@ -8,7 +8,7 @@ use std::fmt;
 pub enum MemoryKind {
     /// The device's own memory. For the CPU backend this is host memory.
     Device,
-    /// Host memory that the device accesses directly. Zeroed when it is allocated.
+    /// Host memory that the device accesses directly.
     Pinned,
     /// Ordinary host memory.
     System,

@@ -96,8 +96,8 @@ impl RankInfo {
         Ok(self)
     }
 
-    /// Returns the K or V heads of this rank. If there are fewer heads than ranks, neighbouring ranks hold
-    /// replicas of one head.
+    /// Returns the K or V heads of this rank. If there are fewer heads than ranks, each head is replicated on
+    /// several neighbouring ranks.
     ///
     /// # Errors
     /// Returns [`Error::Uneven`] if `heads` is 0, or if neither `heads` nor the number of ranks is a multiple

@@ -9,8 +9,9 @@ use crate::device::{Backend, Dims, Storage, Stream, TensorView};
 
 /// Memory for K and V in one layout on one device. Block IDs and slots refer to places in an arena.
 ///
-/// The main pool and the chunk pool share one arena, so one `attend` can read blocks of both. A quantised
-/// arena has two additional storages, for the scales of K and of V.
+/// Several pools, such as the main pool and the chunk pool, can share one arena, so that one `attend` can
+/// read the blocks of all of them. A quantised arena has two additional storages, for the scales of K and of
+/// V.
 #[derive(Debug, Clone)]
 pub struct KvArena {
     k: Arc<dyn Storage>,
@@ -81,8 +82,8 @@ impl KvArena {
 
     /// Creates a dense arena over memory that the caller provides. In device memory, K and V may alternate in
     /// one piece of memory, for example when each row holds a key and its value. In that case `v` must begin
-    /// after `k`, each storage must extend to its own last element, and both must be parts of the same
-    /// allocation.
+    /// after `k`, each storage must reach at least to the end of its own last element, and both must be parts
+    /// of the same allocation.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the layout requires more bytes than a storage has.

@@ -194,7 +194,7 @@ fn unsupported(what: String) -> Error {
 /// - A call may return before the collective is done, or may wait for the other ranks. The caller must not
 ///   rely on either behaviour. Transfers that wait for each other in a circle (a ring of sends) MUST be one
 ///   exchange.
-/// - [`run`](Self::run) is the only entry: it checks the collective and the memory, and launches the
+/// - [`run`](Self::run) is the only entry point: it checks the collective and the memory, and launches the
 ///   collective. A rejected collective enqueues nothing. The other ranks then wait for the collective until
 ///   they time out, or until a rank calls [`abort`](Self::abort).
 /// - A failure is final for all ranks. Failures are an abort, a time-out, a lost device, or a rank that left
@@ -203,7 +203,7 @@ fn unsupported(what: String) -> Error {
 ///   returns the error. Other work on the streams continues.
 /// - The constructor of each implementation defines the time-out, and the means by which ranks find each
 ///   other.
-/// - Dropping a communicator leaves the group. Call [`wait`](Self::wait) first.
+/// - When a communicator is dropped, its rank leaves the group. Call [`wait`](Self::wait) first.
 pub trait Communicator: Send + Sync + fmt::Debug {
     /// Returns the index of this rank, below [`ranks`](Self::ranks).
     fn rank(&self) -> usize;

@@ -97,8 +97,7 @@ pub trait Graph: Send + Sync + fmt::Debug {
 pub struct GraphKey {
     /// Number of rows, padded to a power of two.
     pub rows: usize,
-    /// Number of segments in all entries, padded to a power of two. An absent chunk counts as a segment of
-    /// length 0.
+    /// Number of segments in all entries, including empty segments, padded to a power of two.
     pub chunks: usize,
     /// Number of cached tokens that the rows attend to, padded to a power of two of at least 256.
     pub tokens: usize,
@@ -135,12 +134,12 @@ pub enum GraphRun {
 pub struct GraphCounts {
     /// Number of steps whose operations were enqueued one by one.
     pub eager: u64,
-    /// Number of captures.
+    /// Number of successful captures.
     pub captured: u64,
     /// Number of replays of an existing graph.
     pub replayed: u64,
-    /// Number of captures that the backend rejected, or that ran out of memory. Later steps with the same key
-    /// run eagerly.
+    /// Number of captures that the backend rejected, or that ran out of memory. Such a step and later steps
+    /// with the same key run eagerly.
     pub refused: u64,
 }
 
@@ -161,7 +160,7 @@ enum Known<T> {
 #[derive(Debug)]
 pub struct GraphCache<T = ()> {
     most: usize,
-    /// The most recently used graph is last.
+    /// The keys seen so far and their states, with the most recently used key last.
     known: Vec<(GraphKey, Known<T>)>,
     counts: GraphCounts,
 }
@@ -188,13 +187,13 @@ impl<T: Clone> GraphCache<T> {
         self.known.clear();
     }
 
-    /// Runs a step, with a graph if possible. `record` must enqueue the step's operations on `stream`, and is
-    /// called at most once, or twice if a capture fails. Returns the mode and the output of `record`, which
-    /// refers to the step's results.
+    /// Runs a step, with a graph if possible. The inputs must be [padded](StepInputs::padded). `record` must
+    /// enqueue the step's operations on `stream`, and is called at most once, or twice if a capture fails.
+    /// Returns the mode and the output of `record`, which refers to the step's results.
     ///
     /// # Errors
-    /// Returns the errors of `record` and of [`Graph::replay`]. A step that cannot be captured is not an
-    /// error.
+    /// Returns [`Error::Mismatch`] if the number of rows is not the key's, and the errors of `record`,
+    /// [`Stream::capture`] and [`Graph::replay`]. A step that cannot be captured is not an error.
     pub fn run(
         &mut self,
         stream: &dyn Stream,

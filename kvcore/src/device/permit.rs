@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!   MutableBlocks ──issues──► Permit ──stored in──► WriteSlots, WritePairs ──checked by──► Scatter, CopyBlocks, …
-//!        │ first blocks shared ──voids the permits for these blocks
-//!        └ truncated, split, freed ──voids every permit issued before
+//!        │ first blocks shared or freed ──voids the permits for these blocks
+//!        └ truncated, split, dropped ──voids every permit issued before
 //! ```
 //!
 //! An owner numbers its blocks in order, and its *floor* is the number of its first block. A permit stores
@@ -135,9 +135,9 @@ impl Permit {
 /// ([`BlockTable::grow`](crate::BlockTable::grow),
 /// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts no
 /// other type of slots. The permit becomes void as soon as a block of these slots is shared, so old slots are
-/// never used to write to a block that others read. It also becomes void as soon as any block of the owner is
-/// truncated, split off or freed. The permit stays valid when earlier blocks are committed or freed, so slots
-/// for later tokens, for example of a draft or a prefill in progress, stay usable.
+/// never used to write to a block that others read. It also becomes void if one of these blocks is freed, or
+/// if the owner is truncated, split or dropped. The permit stays valid when only earlier blocks are shared or
+/// freed, so slots for later tokens, for example of a draft or a prefill in progress, stay usable.
 /// [`Scatter`](crate::Scatter) rejects an arena whose block size differs from the owner's. A permit refers
 /// only to block IDs: the caller MUST use it with the arena that the pool's IDs belong to.
 ///

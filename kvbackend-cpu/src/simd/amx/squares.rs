@@ -158,7 +158,7 @@ unsafe fn nearest(a: __m512) -> __m512 {
 
 /// Splits the elements of two vectors into `N` bf16 parts each. In each part, the elements of `b` follow the
 /// elements of `a`. A part is at most 2⁻⁸ of the previous part. Three parts always add up to the element, and
-/// two parts do so if the element has at most 17 binary digits.
+/// two parts do so if the element has at most 17 significant bits.
 ///
 /// If an element is not finite, or is rounded to infinity, one of its parts is not finite.
 ///

@@ -46,7 +46,7 @@ struct PlaneExtent {
     strides: PlaneStrides,
     bytes: usize,
     scales: Option<ScaleLayout>,
-    /// Size of one token in one layer, in bytes, including its scales.
+    /// Size of one token in one layer, in bytes, including scales that are stored per block.
     token_bytes: usize,
 }
 

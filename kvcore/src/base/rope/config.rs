@@ -37,8 +37,9 @@ pub enum RopeScaling {
         /// Ratio of the extended context length to the trained one.
         factor: f64,
     },
-    /// Dynamic NTK (emozilla, 2023): the trained frequencies are used up to the original context. For `n`
-    /// positions beyond it, theta is multiplied by `(factor * n / original − (factor − 1))^(d / (d − 2))`.
+    /// Dynamic NTK (emozilla, 2023): the trained frequencies are used up to the original context. For a
+    /// longer request, of `n` positions, theta is multiplied by
+    /// `(factor * n / original − (factor − 1))^(d / (d − 2))`.
     DynamicNtk {
         /// Ratio of the maximum context length to the trained one.
         factor: f64,

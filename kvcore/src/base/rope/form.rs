@@ -19,12 +19,13 @@ use crate::base::{Error, Result};
 #[serde(rename_all = "lowercase")]
 pub enum KeyForm {
     /// Keys rotated to the position where they were stored. Reading them costs nothing extra. If a key is
-    /// used at another position, the query is rotated to compensate for the difference, up to rounding.
+    /// used at another position, the query is rotated by the difference instead, which gives the same result
+    /// up to rounding.
     #[default]
     Rotated,
-    /// Keys as the model projected them. The reader rotates each key to the position where it is used. A key
-    /// used at any position is therefore bit-identical to the key of a fresh prefill at that position (in
-    /// f32, and in any format compared with a prefill that stores unrotated keys). Reading costs one rotation
+    /// Keys as the model projected them. The reader rotates each key to the position where it is used. A
+    /// reused key is therefore rotated exactly like a key that was computed for that position: the two have
+    /// the same bits in f32, and in any other format if both are stored unrotated. Reading costs one rotation
     /// per key. `KVQuant` (Hooper et al., 2024) quantises unrotated keys, because rotation spreads a
     /// channel's outliers over its pair.
     Unrotated,

@@ -24,7 +24,8 @@ pub use counters::{CounterSnapshot, Counters};
 pub use done::{DoneCall, EventDone, call_when_done};
 pub use reserve::{ReservedStorage, check_granules, whole_granules};
 
-/// A piece of memory that a backend owns or borrows. It is freed when the last handle is dropped.
+/// A piece of memory that a backend owns or borrows. Dropping the last handle frees owned memory, or returns
+/// borrowed memory to its owner.
 pub trait Storage: Send + Sync + fmt::Debug {
     /// Returns the size of the storage, in bytes.
     fn len(&self) -> usize;
@@ -66,8 +67,8 @@ pub trait Event: Send + Sync + fmt::Debug {
     /// Calls `call` once, with the result of [`wait`](Self::wait), when everything enqueued before the event
     /// is done. This method does not block. `event.done()` returns a future based on it.
     ///
-    /// `call` runs on this thread if the event is already done, and otherwise on a thread that also handles
-    /// other events. It must therefore return quickly and must not block.
+    /// `call` runs on the calling thread if the event is already done, and otherwise on a thread that also
+    /// handles other events. It must therefore return quickly and must not block.
     fn on_done(self: Arc<Self>, call: DoneCall);
 
     /// Returns the event as [`Any`], from which its backend recovers the concrete type.
@@ -77,9 +78,9 @@ pub trait Event: Send + Sync + fmt::Debug {
 /// An ordered queue of operations on one device.
 ///
 /// # Behaviour
-/// - [`run`](Self::run) is the only entry for work: it checks the operation, checks that the operation's
-///   memory belongs to the backend, launches the operation, and counts it. `stream.scatter(&op)` and the
-///   methods for the other operations are shorthands for `run`.
+/// - [`run`](Self::run) is the only entry point for operations: it checks the operation, checks that the
+///   operation's memory belongs to the backend, launches the operation, and counts it. `stream.scatter(&op)`
+///   and the methods for the other operations are shorthands for `run`.
 /// - Operations run in the order in which they were enqueued. The order between operations of different
 ///   streams is undefined unless [`wait_for`](Self::wait_for) defines it.
 /// - A rejected operation enqueues nothing.
@@ -259,8 +260,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Creates a stream.
     fn stream(&self) -> Result<Arc<dyn Stream>>;
 
-    /// Returns the number of bytes that each kernel has moved since the backend was created. The counters can
-    /// prove that a cache hit copies nothing.
+    /// Returns the counts since the backend was created, such as the number of bytes that each kernel has
+    /// moved. The counters can prove that a cache hit copies nothing.
     fn counters(&self) -> CounterSnapshot;
 }
 

@@ -31,7 +31,7 @@ pub fn uncapturable(backend: &'static str, what: &str) -> Error {
     Error::Unsupported { backend, what: format!("{what} in a captured graph") }
 }
 
-/// Returns a copy of the call without its work, which a graph must not keep alive.
+/// Returns a copy of `op` with empty work, because a graph must not keep the original work alive.
 pub fn without_work(op: &Attend) -> Attend {
     static NONE: OnceLock<Arc<AttendWork>> = OnceLock::new();
     let work = Arc::clone(NONE.get_or_init(|| Arc::new(AttendWork::new([], []))));

@@ -60,8 +60,8 @@ impl Quantize {
     }
 }
 
-/// Dequantises blocks of a quantised arena into a dense arena, in all layers, both K and V. The inverse of
-/// [`Quantize`].
+/// Dequantises blocks of a quantised arena into a dense arena, in all layers, both K and V. Reverses
+/// [`Quantize`], except for the rounding.
 #[derive(Debug, Clone)]
 pub struct Dequantize {
     /// Quantised arena to read from.

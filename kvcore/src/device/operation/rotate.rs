@@ -26,7 +26,7 @@ pub struct RotateKeys {
 }
 
 impl RotateKeys {
-    /// Checks the blocks, the layer and the distance.
+    /// Checks the blocks, the layer, the write permit and the rotation.
     pub fn check(&self) -> Result<()> {
         self.src.check_layer(self.layer)?;
         same_blocks(&self.src, &self.dst)?;

@@ -1,9 +1,9 @@
 //! Captures: the state while a thread records, and the part that the graph keeps.
 //!
 //! A capture belongs to one thread, and has exclusive use of its streams: the stream that began it, and the
-//! streams that wait for one of its events. If this thread uses another stream, the call is rejected, because
-//! its work would be missing from the graph. Calls of other threads on the capture's streams wait until the
-//! capture ends ([`CaptureGate`]), because they would become part of the graph.
+//! streams that wait for one of its events. If the capturing thread uses any other stream, the call is
+//! rejected, because its work would be missing from the graph. Calls of other threads on the capture's
+//! streams wait until the capture ends ([`CaptureGate`]), because they would become part of the graph.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -21,7 +21,7 @@ use crate::device::{
 /// ID of the next capture. ID 0 means that a stream is in no capture.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
-/// The state of a stream that captures need.
+/// The part of a stream's state that captures use.
 #[derive(Debug, Default)]
 pub struct CaptureSide {
     gate: CaptureGate,
@@ -34,7 +34,7 @@ pub struct CaptureSide {
 pub trait CapturedStream: Sized + 'static {
     /// The backend's name in errors.
     const BACKEND: &'static str;
-    /// The device's graph, which must be destroyed when this value is dropped.
+    /// The type of the device's graph. Dropping a value of this type must destroy the graph.
     type Graph;
     /// Backend-specific data of a capture, which the graph keeps.
     type Notes: Default;

@@ -77,7 +77,8 @@ impl<M> Default for InFlight<M> {
 }
 
 impl<M: Mark> InFlight<M> {
-    /// Keeps an object alive until the work enqueued so far and the work enqueued next are done.
+    /// Adds an object to the current batch, which keeps it alive until all work enqueued before the end of
+    /// the batch is done.
     pub fn hold(&mut self, hold: Hold) {
         let address = hold.address();
         if !self.current.iter().any(|known| known.address() == address) {

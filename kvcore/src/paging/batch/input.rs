@@ -22,8 +22,8 @@ pub struct SequenceInput {
     /// the tokens are consecutive.
     pub at: Option<Arc<[u32]>>,
     // Decision: docs/decisions/chunks.md#recomputed-keys-are-rotated-like-their-neighbours
-    /// Difference between a token's position and the position that its stored key is rotated to. The segment
-    /// that contains the key must have this offset.
+    /// A token's position minus the position that its stored key is rotated to. The segment that contains the
+    /// key must have this offset.
     pub key_offset: i64,
     /// Slots for K and V of the new tokens, one per token. Empty if
     /// [`StepBatch::slots`](super::StepBatch::slots) contains them.

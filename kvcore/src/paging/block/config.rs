@@ -108,10 +108,10 @@ impl PoolConfig {
         self
     }
 
-    /// Sets the number of shards, each with its own lock and eviction order. Shard sizes are powers of two,
-    /// so the pool may have fewer than `shards` shards. With more shards, more threads can work at once; with
-    /// a single shard, eviction is exact over the whole pool. By default, pools below 4,096 blocks have one
-    /// shard, and larger pools have up to two shards per processor core.
+    /// Sets the number of shards, each with its own lock and eviction order. A pool has at most 64 shards,
+    /// and shard sizes are powers of two, so the pool may have fewer than `shards` shards. With more shards,
+    /// more threads can work at once; with a single shard, eviction is exact over the whole pool. By default,
+    /// pools below 4,096 blocks have one shard, and larger pools have up to two shards per processor core.
     #[must_use]
     pub fn shards(mut self, shards: usize) -> Self {
         self.shards = Some(shards);

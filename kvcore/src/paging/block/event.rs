@@ -11,8 +11,8 @@ use crate::paging::BlockKey;
 /// A change in the keys that can be found in a pool.
 ///
 /// A pool's events reach a sink in order: a key is reported as stored before it is reported as removed. With
-/// [`super::Duplicates::Keep`], each block of a key is stored and removed separately: the key can be found as
-/// long as it was stored more often than it was removed.
+/// [`super::Duplicates::Keep`], each block of a key is reported separately: the key can be found as long as
+/// it was reported as stored more often than as removed.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum KvEvent {
@@ -74,9 +74,9 @@ impl EventQueue {
         Self { capacity: capacity.max(1), inner: Mutex::default() }
     }
 
-    /// Returns all events, oldest first, and removes them. Also returns the number of earlier events that
-    /// were lost because the queue was full. After a loss, a router must forget everything it knew about this
-    /// pool.
+    /// Returns all events, oldest first, and removes them. Also returns the number of events that were lost
+    /// since the last call because the queue was full. After a loss, a router must forget everything it knew
+    /// about this pool.
     pub fn drain(&self) -> (Vec<KvEvent>, u64) {
         let mut inner = self.inner.lock();
         let lost = std::mem::take(&mut inner.1);

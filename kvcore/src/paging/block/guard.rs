@@ -394,7 +394,8 @@ impl SharedBlocks {
     }
 
     /// Makes the last block mutable again, so that it can be filled further. Returns `None` if the block has
-    /// another holder, a key or a pin. The last of several forks therefore needs no copy of the block.
+    /// another holder, a key or a pin. The last remaining fork can therefore fill the block without copying
+    /// it.
     pub fn reclaim_last(&mut self) -> Option<MutableBlocks> {
         let id = *self.ids.last()?;
         let mut walk = self.pool.0.walk();
@@ -407,7 +408,7 @@ impl SharedBlocks {
         })
     }
 
-    /// Pins the blocks, which keeps them when they no longer have a holder.
+    /// Pins the blocks, so that the pool keeps them even when they no longer have a holder.
     pub fn pin(&self) -> PinnedBlocks {
         PinnedBlocks::new(self)
     }

@@ -91,8 +91,8 @@ impl Drop for LockedShard<'_> {
     }
 }
 
-/// Counts of the keys that [`lookup_chain`](BlockPool::lookup_chain) and the methods built on it looked up in
-/// order to hold their blocks.
+/// Counts of the keys looked up by [`lookup_chain`](BlockPool::lookup_chain) and by all other methods that
+/// hold the blocks they find.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Lookups {
     /// Number of keys whose blocks were found.
@@ -348,9 +348,9 @@ impl BlockPool {
         self.0.lock_all().iter().map(|shard| shard.evicted).sum()
     }
 
-    /// Returns the number of keys looked up since the pool was created. All keys of a chain after its first
-    /// unknown key count as misses. Rejected admissions and [`cached_prefix`](Self::cached_prefix) do not
-    /// count.
+    /// Returns how many of the keys looked up since the pool was created were found, and how many were not.
+    /// All keys of a chain after its first unknown key count as misses. Rejected admissions and
+    /// [`cached_prefix`](Self::cached_prefix) do not count.
     pub fn lookups(&self) -> Lookups {
         let sum = |of: fn(&ShardCell) -> &AtomicU64| {
             self.0.shards.iter().map(|cell| of(cell).load(Ordering::Relaxed)).sum()
@@ -438,9 +438,9 @@ impl SharedPool {
         LockedShard { shard: cell.shard.lock(), hint: &cell.free }
     }
 
-    /// Returns the shard where a thread starts to allocate `n` blocks. A thread stays with a shard for a
-    /// sixteenth of the shard's blocks, so that the bookkeeping stays in its core's cache while contents are
-    /// still evicted evenly from all shards.
+    /// Returns the shard where a thread starts to allocate `n` blocks. A thread stays with a shard until it
+    /// has asked for a sixteenth as many blocks as the shard has, so that the bookkeeping stays in its core's
+    /// cache while contents are still evicted evenly from all shards.
     fn home(&self, n: usize) -> usize {
         if self.shards.len() == 1 {
             return 0;

@@ -73,7 +73,7 @@ pub(super) struct Shard {
     pub(super) stage: Box<[BlockStage]>,
     pub(super) meta: Box<[Meta]>,
     times: Box<[BlockTimes]>,
-    /// Free blocks, except for those in the policy's order.
+    /// Free blocks that are not in the policy's order.
     pub(super) free: Vec<u32>,
     /// Number of free blocks in the policy's order.
     queued_free: usize,

@@ -43,7 +43,8 @@ pub struct BlockTable {
     len: usize,
 }
 
-/// A block copy to make before the table may write to its new last block; see [`BlockTable::unshare_tail`].
+/// A block copy that must be performed before the table may write to its new last block; see
+/// [`BlockTable::unshare_tail`].
 #[derive(Debug)]
 #[must_use = "the copy must be made before the sequence grows"]
 pub struct TailCopy {
@@ -55,7 +56,7 @@ pub struct TailCopy {
 }
 
 impl TailCopy {
-    /// Returns the copy to make, from the shared block to the sequence's own block.
+    /// Returns the copy to perform, from the shared block to the sequence's own block.
     pub fn pairs(&self) -> &WritePairs {
         &self.pairs
     }
@@ -79,8 +80,8 @@ impl BlockTable {
         Self::behind(0, shared, block_size)
     }
 
-    /// Creates a table like [`with_prefix`](Self::with_prefix), except that `gone` blocks before the prefix
-    /// are already freed.
+    /// Creates a table like [`with_prefix`](Self::with_prefix), except that the sequence's first `gone`
+    /// blocks are already freed, and `shared` holds the next blocks.
     pub(crate) fn behind(gone: usize, shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
@@ -146,7 +147,7 @@ impl BlockTable {
         self.len == 0
     }
 
-    /// Returns the number of tokens that fit in the table's blocks.
+    /// Returns the length, in tokens, that the table can reach without more blocks.
     pub fn capacity(&self) -> usize {
         (self.gone + self.ids.len()) * self.block_size
     }
@@ -215,8 +216,8 @@ impl BlockTable {
         Ok(std::mem::replace(&mut self.len, end)..end)
     }
 
-    /// Adds blocks to a new sequence, for later calls to [`grow`](Self::grow). [`BlockPool::admit_prefix`]
-    /// returns such blocks.
+    /// Adds empty blocks for later calls to [`grow`](Self::grow). [`BlockPool::admit_prefix`] returns such
+    /// blocks.
     ///
     /// # Errors
     /// Returns [`Error::ForeignBlock`] if the blocks belong to another pool.
@@ -232,8 +233,8 @@ impl BlockTable {
         self.shared.ids().get(self.at(self.len)).copied().filter(|_| partial)
     }
 
-    /// If the last block is partial and shared, replaces it by a new block that only this table holds (copy
-    /// on write). The caller must then make the returned copy. Returns `None` if the next token may be
+    /// If the last block is partial and shared, replaces it with a new block that only this table holds (copy
+    /// on write). The caller must then perform the returned copy. Returns `None` if the next token may be
     /// written without a copy, for example because all other holders have released the block.
     ///
     /// # Errors
@@ -259,7 +260,7 @@ impl BlockTable {
         Ok(Some(TailCopy { source, pairs, keyed }))
     }
 
-    /// Undoes an [`unshare_tail`](Self::unshare_tail) whose copy could not be made. The table must be
+    /// Undoes an [`unshare_tail`](Self::unshare_tail) whose copy could not be performed. The table must be
     /// unchanged since then. Restores the earlier blocks and keys, but keeps blocks that were supplied in
     /// advance.
     pub(crate) fn reshare_tail(&mut self, copy: TailCopy) -> Result<()> {
@@ -270,8 +271,9 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Creates a second table over the same tokens. Both tables then share all blocks that hold tokens. The
-    /// first table that writes must copy the last block ([`unshare_tail`](Self::unshare_tail)).
+    /// Creates a second table over the same tokens. Both tables then share all blocks that hold tokens. If
+    /// the last block is partial, the first table to grow must copy it first
+    /// ([`unshare_tail`](Self::unshare_tail)).
     ///
     /// # Errors
     /// Returns an error only if the table is inconsistent, which no caller can cause.

@@ -145,8 +145,9 @@ impl GroupedKvCache {
         self.begin(prompt, |group, found| group.admitted(prompt, found, piece))
     }
 
-    /// Begins a sequence in all groups, or in none. `each` creates the sequence of a group, with the blocks
-    /// that the group needs of the longest cached prefix, and returns the number of cached tokens with it.
+    /// Begins a sequence in all groups, or in none. `each` gets a group, and the range of blocks that the
+    /// group needs from the longest cached prefix. It returns the number of cached tokens, the group's
+    /// sequence, and any further result.
     fn begin<T>(
         &mut self,
         prompt: &PromptKeys,
@@ -273,7 +274,7 @@ impl GroupedKvCache {
     /// [`PagedKvCache::copy_on_write`]. Returns the number of copies.
     ///
     /// # Errors
-    /// Returns the errors of [`PagedKvCache::copy_on_write`]. Copies that were already made are kept.
+    /// Returns the errors of [`PagedKvCache::copy_on_write`]. Copies that were already enqueued are kept.
     pub fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         self.groups.iter_mut().map(|(_, group)| group.copy_on_write(ids, stream)).sum()
     }

@@ -33,7 +33,7 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is no
-    /// block for a copy, and the stream's errors. Sequences whose copy was already made keep it, and the
+    /// block for a copy, and the stream's errors. Sequences whose copy was already enqueued keep it, and the
     /// other sequences are unchanged.
     pub fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         let mut later = Vec::new();

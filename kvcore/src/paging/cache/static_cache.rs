@@ -200,6 +200,10 @@ impl StaticKvCache {
     }
 
     /// Sets the length of every entry in one layer, after other code has copied rows into the cache.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] if the layer does not exist, and [`Error::TooLarge`] if `len` exceeds
+    /// [`max_len`](Self::max_len).
     pub fn set_layer_len(&mut self, layer: usize, len: usize) -> Result<()> {
         let first = self.index(layer, 0)?;
         self.check_end(len)?;

@@ -31,7 +31,7 @@ impl From<BlockKey> for KeyScheme {
 }
 
 impl KeyScheme {
-    /// Creates the scheme that computes a request's keys like vLLM.
+    /// Creates the scheme that computes a request's keys as vLLM does.
     pub fn vllm(chain: VllmChain, extras: VllmExtras) -> Self {
         Self::Vllm(chain, Arc::new(extras))
     }

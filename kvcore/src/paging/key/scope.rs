@@ -7,8 +7,8 @@ use crate::paging::BlockKey;
 /// found.
 const VERSION: &str = "kvcore key scope v2";
 
-/// The inputs of a root key. Every field is tagged and length-prefixed, so no two scopes have the same
-/// encoding.
+/// The inputs of a root key. Every field is tagged and length-prefixed, so different scopes never have the
+/// same encoding.
 ///
 /// ```
 /// use kvcore::KeyScope;

@@ -44,7 +44,8 @@ pub use tinylfu::TinyLfu;
 pub struct Retention {
     /// Blocks with a lower priority are evicted first; see [`Retention::DEFAULT`].
     pub priority: u8,
-    /// Duration of the priority, starting when it is set. Afterwards the default priority applies.
+    /// Duration of the priority, starting when it is set. Afterwards the default priority applies. `None`
+    /// means that the priority does not end.
     pub lasts: Option<Duration>,
 }
 
@@ -70,7 +71,8 @@ pub struct PolicyEntry<'a> {
     pub key: Option<&'a BlockKey>,
     /// The block's priority.
     pub priority: u8,
-    /// Time at which the priority ends, in milliseconds of the pool's clock.
+    /// Time at which the priority ends, in milliseconds of the pool's clock, or `u64::MAX` if it does not
+    /// end.
     pub until: u64,
     /// Current time, in milliseconds of the pool's clock, or 0 if the pool does not need a clock.
     pub now: u64,

@@ -73,8 +73,8 @@ impl Ghosts {
 }
 
 impl S3Fifo {
-    /// Creates an empty policy for `blocks` blocks. The small queue gets a tenth of the blocks. The number of
-    /// remembered ghosts is the number of blocks left for the main queue.
+    /// Creates an empty policy for `blocks` blocks. The small queue gets a tenth of the blocks. A ghost is
+    /// forgotten after at most as many further evictions from the small queue as the main queue has blocks.
     pub fn new(blocks: usize) -> Self {
         let small = (blocks / 10).max(1);
         let most = blocks - small.min(blocks);
