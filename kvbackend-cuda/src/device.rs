@@ -140,8 +140,8 @@ impl CudaDevice {
     /// Returns a kernel, which is loaded on first use. The device's context must be current.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the kernel needs more shared memory than the device has, or an error
-    /// of the driver or the compiler.
+    /// Returns [`Error::Unsupported`] if the kernel needs more shared memory per block than the device has,
+    /// or an error of the driver or the compiler.
     pub(crate) fn kernel(&self, kernel: CudaKernel) -> Result<CUfunction> {
         self.modules.get(&self.facts, kernel).map_err(|error| self.noted(error))
     }

@@ -102,8 +102,8 @@ pub(crate) fn refused(error: DriverError) -> Error {
     }
 }
 
-/// Returns the error for a failed allocation of `bytes` bytes. If memory has run out, it states how many
-/// bytes are free.
+/// Returns the error for a failed allocation of `bytes` bytes. If device memory has run out, the error states
+/// how many bytes are free.
 pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> Error {
     if error.0 != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return refused(error);
@@ -132,7 +132,7 @@ pub(crate) struct CurrentContext {
 }
 
 impl CurrentContext {
-    /// Makes `context` current on this thread. The caller must keep it retained.
+    /// Makes `context` current on this thread. The caller must keep it retained for as long as it is current.
     pub(crate) fn new(context: CUcontext) -> Result<Self> {
         let before = result::ctx::get_current().map_err(refused)?;
         if before == Some(context) {

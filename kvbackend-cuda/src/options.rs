@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 
-/// Options for a [`CudaBackend`](crate::CudaBackend). The default is the first device with the committed
-/// kernels.
+/// Options for a [`CudaBackend`](crate::CudaBackend). By default, the backend uses the first device, and the
+/// committed kernels.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CudaOptions {
-    /// Index of the device in the driver's order, which `CUDA_VISIBLE_DEVICES` changes.
+    /// Index of the device among the ones that the driver lists. `CUDA_VISIBLE_DEVICES` selects and orders
+    /// them.
     pub device: usize,
     /// The source of the kernels.
     pub kernels: KernelCode,

@@ -15,8 +15,8 @@ use crate::kernels;
 use crate::memory;
 use crate::queue::{CudaEvent, CudaGraph, CudaStream, RawStream, capture};
 
-/// The maximum size of a write, in bytes, that goes through the stream's pinned memory without a wait on the
-/// host. Larger writes wait for the stream.
+/// The maximum size, in bytes, of a write that the host copies to the stream's pinned memory, so that it need
+/// not wait. For a larger write, the host waits for the stream.
 const STAGED: usize = 1 << 20;
 
 impl Stream for CudaStream {

@@ -12,8 +12,8 @@ use crate::memory::CudaStorage;
 /// A weak reference to the host's table, and the table's copy on the device.
 type Copied = (Weak<RopeTable>, Arc<dyn Storage>);
 
-/// A backend's RoPE tables on the device, by the address of the host table that each one copies. A table
-/// contains a pair `(cos, sin)` for each position and pair of elements, without the attention factor.
+/// A backend's RoPE tables on the device, keyed by the addresses of the host tables that they copy. For each
+/// position, a table contains `(cos, sin)` for each pair of elements, without the attention factor.
 #[derive(Debug, Default)]
 pub(crate) struct AngleTables(Mutex<HashMap<usize, Copied>>);
 

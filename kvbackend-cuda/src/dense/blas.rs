@@ -13,8 +13,8 @@ use kvcore::{Error, Result};
 use crate::device::CudaDevice;
 use crate::driver::{NAME, no_device};
 
-/// Size of the workspace in bytes. cuBLAS recommends this size for compute capability 9.0, and less for other
-/// GPUs.
+/// Size of the workspace in bytes. cuBLAS recommends this size for compute capability 9.0, and no larger one
+/// for other GPUs.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
 /// A cuBLAS handle on one stream.
@@ -100,7 +100,8 @@ impl Blas {
         Ok(())
     }
 
-    /// Enqueues a matrix product. The device's context must be current.
+    /// Enqueues a matrix product. `apart` is the stride between rows of `out`, in elements. The device's
+    /// context must be current.
     pub(super) fn gemm(&self, gemm: &Gemm, apart: usize) -> Result<()> {
         let Gemm { matrix, x, out, rows, width, outputs, stride, beta } = *gemm;
         let (m, n, k) = (extent(outputs)?, extent(rows)?, extent(width)?);
@@ -135,7 +136,8 @@ impl Blas {
     }
 
     /// Enqueues one product per head: `[rows, heads, a]` with `[heads, a, b]`, or with `[heads, b, a]` if
-    /// `transposed` is true. The device's context must be current.
+    /// `transposed` is true. `row` and `head` are the strides of the first operand in elements; the matrices
+    /// and the result are dense. The device's context must be current.
     pub(super) fn by_head(
         &self,
         (rows, heads, a, b): (usize, usize, usize, usize),

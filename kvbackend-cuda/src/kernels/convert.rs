@@ -197,7 +197,7 @@ impl ConvertPart {
     }
 }
 
-/// Launches conversions and copies of several sets of rows, all over the same items and layers.
+/// Launches conversions and copies of several sets of rows, which all have the same items and layers.
 pub(super) fn run(
     to: &mut Lowering<'_>,
     items: Items,

@@ -120,7 +120,7 @@ impl CopyPart {
     }
 }
 
-/// Launches a copy of several parts, all over the same items and layers.
+/// Launches a copy of several parts, which all have the same items and layers.
 pub(super) fn run(to: &mut Lowering<'_>, items: Items, layers: usize, parts: &[CopyPart]) {
     launch(to, items, CopyAxes::default(), layers, parts, None);
 }
@@ -142,7 +142,7 @@ fn launch(
     to.launch(Launch::new(kernel, [grid, layers as u32, parts.len() as u32], THREADS, 0, &args));
 }
 
-/// Describes the copy of one plane's whole blocks, and of its scales if blocks have their own scales.
+/// Describes copies of whole blocks of one plane, and of their scales if blocks have their own scales.
 fn plane(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize) -> Result<SmallVec<[CopyPart; 2]>> {
     let of = |from: Region, to: Region, run: i64| {
         let (tokens, heads) = (

@@ -1,5 +1,5 @@
-//! A group's ranks in this process. They fail together, and the last rank to leave waits briefly for the
-//! others.
+//! A group's ranks in this process. They fail together, and the last one to leave waits briefly until the
+//! others have finished leaving.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::member::{NcclMember, Pauses};
 
-/// The longest time that the last rank in this process waits for the others to leave. Ranks in other
-/// processes may stay.
+/// The maximum time that the last of this process's ranks to leave waits for the others to finish leaving. It
+/// does not wait for ranks in other processes.
 const MOMENT: Duration = Duration::from_secs(1);
 
 pub(super) struct NcclGroup {
@@ -45,8 +45,8 @@ impl NcclGroup {
     }
 
     // Decision: docs/decisions/backend-cuda.md#the-ranks-of-a-process-fail-together
-    /// Marks the group as failed and aborts the work of its ranks, unless it has failed already. Returns the
-    /// group's first failure.
+    /// Marks the group as failed and aborts the work of this process's ranks, unless the group has failed
+    /// already. Returns the group's first failure.
     pub(super) fn fail(&self, error: Error) -> Error {
         let mut failed = self.failed.lock();
         if let Some(first) = &*failed {
@@ -63,7 +63,7 @@ impl NcclGroup {
         self.failed.lock().clone().unwrap_or(Error::RankLeft(self.members[place].0))
     }
 
-    /// Returns whether NCCL has finished a member's last host call. This call never blocks.
+    /// Returns whether NCCL has finished a member's most recent host call. This function never blocks.
     pub(super) fn is_ready(&self, place: usize) -> Result<bool> {
         if let Some(error) = &*self.failed.lock() {
             return Err(error.clone());
@@ -72,12 +72,12 @@ impl NcclGroup {
         ready.map_err(|error| self.fail(error))
     }
 
-    /// Returns the group's failure as an error, if it has failed. This call never blocks.
+    /// Returns the group's failure as an error, if it has failed. This function never blocks.
     pub(super) fn check(&self, place: usize) -> Result<()> {
         self.is_ready(place).map(drop)
     }
 
-    /// Waits until NCCL has finished a member's last host call.
+    /// Waits until NCCL has finished a member's most recent host call.
     pub(super) fn settle(&self, place: usize, call: &dyn fmt::Display) -> Result<()> {
         self.poll(place, call, || self.is_ready(place))
     }
@@ -101,8 +101,8 @@ impl NcclGroup {
     }
 
     // Decision: docs/decisions/backend-cuda.md#a-rank-leaves-on-a-separate-thread
-    /// Makes a member leave on its own thread. The last member in this process waits up to a second for all
-    /// such threads.
+    /// Makes a member leave on a separate thread. The last member of this process to leave waits up to a
+    /// second for all such threads to end.
     pub(super) fn leave(self: &Arc<Self>, place: usize) {
         let presence = Arc::clone(&self.presence);
         if self.failed.lock().is_none() {

@@ -10,7 +10,8 @@ use libloading::{Library, Symbol};
 
 use crate::driver::{NAME, no_device};
 
-/// The names of the library. NCCL's package and wheel install it only under the first name.
+/// The file names of the library. NCCL's runtime packages and Python wheel install it only under the first
+/// name.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// The oldest supported version. Earlier versions cannot abort or finalise a non-blocking communicator.

@@ -1,9 +1,9 @@
 //! A rank's membership in its group, from joining to leaving, and its NCCL handle.
 //!
 //! ```text
-//!   joining ──► ready ◄──► issuing ──► left      NCCL has nothing to do: finalised and destroyed
+//!   joining ──► ready ◄──► issuing ──► left      no work is left: the handle is finalised and destroyed
 //!      │          │           │
-//!      └──────────┴───────────┴──────► aborted   kernels under way end, destinations are undefined
+//!      └──────────┴───────────┴──────► aborted   running kernels end, and their results are undefined
 //! ```
 
 use std::ffi::c_int;
@@ -24,14 +24,15 @@ use crate::device::CudaDevice;
 
 /// NCCL's marker for an initialised configuration.
 const MAGIC: u32 = 0xcafe_beef;
-/// The value that lets NCCL choose an option itself.
+/// The value of a configuration field that leaves the choice to NCCL.
 const CHOSEN: c_int = c_int::MIN;
 
 /// The NCCL version that the configuration struct matches. Later versions only append fields.
 const CONFIGURED: u32 = 21_800;
 
 // Decision: docs/decisions/backend-cuda.md#no-host-call-waits-for-other-ranks
-/// A rank of this process. It makes one NCCL call at a time, and no call waits for other ranks.
+/// A rank of this process. It makes one NCCL call at a time, and no call except [`leave`](Self::leave) waits
+/// for other ranks.
 pub(super) struct NcclMember {
     nccl: &'static Nccl,
     device: Arc<CudaDevice>,
@@ -100,7 +101,8 @@ impl NcclMember {
         refused.map(|()| member)
     }
 
-    /// Returns whether NCCL has finished the last host call, or `None` after the rank has left or aborted.
+    /// Returns whether NCCL has finished the most recent host call, or `None` after the rank has left or
+    /// aborted.
     pub(super) fn is_ready(&self) -> Option<Result<bool>> {
         self.handle.lock().as_ref().map(|handle| self.ready(handle))
     }

@@ -67,8 +67,8 @@ use crate::queue::{CudaEvent, CudaStream, CudaStreamState};
 /// ```
 ///
 /// # Drop behaviour
-/// The rank leaves the group. If one of its collectives is not done, the group fails. The last rank in this
-/// process waits up to a second for NCCL to finish.
+/// The rank leaves the group. If one of its collectives is not done, the group fails. The last of this
+/// process's ranks to leave waits up to a second for NCCL to finish.
 pub struct NcclCommunicator {
     rank: usize,
     ranks: usize,

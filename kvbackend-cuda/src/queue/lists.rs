@@ -62,7 +62,7 @@ impl StepList {
     /// Writes a step's list to the memory reserved for it.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the number of rows differs from the captured step,
+    /// Returns [`Error::Mismatch`] if the number of rows differs from the captured step's,
     /// [`Error::OutOfRange`] if a token ID is outside the embedding table, and [`Error::GraphOutgrown`] if a
     /// plan does not fit.
     pub(super) fn write(&self, step: &StepInputs, room: &mut [u8]) -> Result<()> {
@@ -93,7 +93,7 @@ impl StepList {
 }
 
 // Decision: docs/decisions/backend-cuda.md#if-rows-share-a-slot-the-last-one-is-written
-/// Returns a copy of the slots in which, of several rows with the same slot, all but the last are padding.
+/// Returns a copy of the slots. If several rows have the same slot, all but the last become padding.
 /// `sorting` is a scratch buffer.
 pub(super) fn last_of_each(slots: &[i64], sorting: &mut Vec<(i64, usize)>) -> Vec<i64> {
     let mut unique = slots.to_vec();

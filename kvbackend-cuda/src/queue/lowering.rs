@@ -200,7 +200,8 @@ impl Lowering<'_> {
         Ok(address)
     }
 
-    /// Uploads a list that the caller keeps. The caller must hold it for each operation that uses it.
+    /// Uploads a list that the caller keeps. The caller must hold the returned upload for each operation that
+    /// uses it.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         self.queue.uploads.send(&self.stream.on, bytes)
     }

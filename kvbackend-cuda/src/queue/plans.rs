@@ -46,7 +46,7 @@ pub(crate) struct PlanChunk {
     pub(crate) merged_rows: usize,
     pub(crate) ranges: u64,
     pub(crate) lists: u64,
-    /// The number of parts, each with one row for all heads.
+    /// The number of parts. A part is a task's result for one row and all heads.
     pub(crate) parts: usize,
 }
 

@@ -31,7 +31,8 @@ pub(crate) struct CudaStreamState {
     owner: Option<Arc<dyn Any + Send + Sync>>,
     pub(crate) queue: Mutex<CudaQueue>,
     pub(super) side: CaptureSide,
-    /// Scratch memory that the graphs captured on this stream share, one for each stream that took part.
+    /// Scratch memory that the graphs captured on this stream share: one storage for each stream that took
+    /// part in a capture.
     pub(super) graph_scratch: Mutex<GraphScratch>,
 }
 
@@ -58,8 +59,8 @@ pub(crate) struct CudaQueue {
 pub(super) struct GraphScratch(Vec<(usize, Weak<dyn Storage>)>);
 
 impl GraphScratch {
-    /// Returns scratch memory of at least `bytes` bytes for the stream that `key` identifies. Allocates it
-    /// with `make` if there is none.
+    /// Returns scratch memory of at least `bytes` bytes for the stream that `key` identifies. Allocates this
+    /// memory with `make` if no graph holds enough of it.
     pub(super) fn of(
         &mut self,
         key: usize,

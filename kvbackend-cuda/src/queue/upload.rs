@@ -43,7 +43,7 @@ impl CudaUpload {
         self.storage.address()
     }
 
-    /// Returns the host memory of the list.
+    /// Returns the address of the list's host memory.
     pub(crate) fn host(&self) -> *mut c_void {
         self.host
     }
@@ -73,7 +73,8 @@ impl CudaUploads {
         Ok(upload)
     }
 
-    /// Copies a list to its own memory on the device. The caller must hold the upload until the copy is done.
+    /// Enqueues a copy of a list to device memory that no other list uses. The caller must hold the upload
+    /// until the copy is done.
     pub(crate) fn send(&mut self, stream: &RawStream, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         let upload = self.stage(&stream.device, bytes)?;
         // SAFETY: the upload's memory on the device has room for the bytes.

@@ -108,7 +108,7 @@ pub(super) struct AttendArgs {
     eights: u32,
 }
 
-/// The part of a call that all of its chunks share.
+/// The data of a call that all of its chunks share.
 pub(super) struct AttendCall<'a> {
     pub(super) op: &'a Attend,
     pub(super) latent: Option<&'a TensorView>,

@@ -27,7 +27,7 @@ const TASKS: usize = 5;
 /// Index of the list of merged rows in a plan with one chunk.
 const MERGED: usize = 6;
 
-/// A captured call, and how each replay divides it.
+/// A captured attention call, with everything that a replay needs to divide its own work.
 struct GraphPlan {
     device: Arc<CudaDevice>,
     /// The captured operation, without its work.
@@ -37,7 +37,7 @@ struct GraphPlan {
     key: AttendPlanKey,
     /// The room for each list of records, in bytes.
     room: Vec<usize>,
-    /// The number of parts that fit in the scratch memory.
+    /// The maximum number of parts that fit in the scratch memory.
     parts: usize,
 }
 
@@ -51,7 +51,7 @@ fn room(lists: &[usize], rows: usize) -> Vec<usize> {
     lists.iter().enumerate().map(of).map(|bytes: usize| bytes.next_multiple_of(16)).collect()
 }
 
-/// Returns the plan of a captured call. Each replay writes its records.
+/// Returns the plan of a captured call. Each replay rewrites the plan's records.
 pub(super) fn plan(
     to: &mut Lowering<'_>,
     op: &Attend,

@@ -5,7 +5,7 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 use kvcore::{QueryRow, Segment};
 
-/// The window size that stands for no window. Kernels can add positions to it without overflow.
+/// The window size that means that there is no window. Kernels can add positions to it without overflow.
 pub(super) const NO_WINDOW: i64 = 1 << 61;
 
 /// The part index of a task that writes the output directly.
