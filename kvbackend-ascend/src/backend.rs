@@ -27,7 +27,8 @@ impl AscendBackend {
     /// Creates a backend on the first device.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if there is no CANN or no device; the error explains what to do.
+    /// Returns [`kvcore::Error::NoDevice`] if there is no CANN or no device, or if the first device cannot be
+    /// used. The error explains what to do.
     pub fn new() -> Result<Arc<Self>> {
         Self::with_options(&AscendOptions::default())
     }
@@ -35,8 +36,8 @@ impl AscendBackend {
     /// Creates a backend with the given options.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks a function that operations need, if the device does
-    /// not exist, or if it cannot be opened.
+    /// Returns [`kvcore::Error::NoDevice`] if CANN is missing or lacks a function that operations need, or if
+    /// the device does not exist or cannot be opened.
     pub fn with_options(options: &AscendOptions) -> Result<Arc<Self>> {
         Ok(Arc::new(Self { npu: Npu::open(options)? }))
     }

@@ -51,8 +51,9 @@ pub(crate) fn count() -> Result<usize> {
     }
 }
 
-/// Returns whether an error means that the device is lost. Every execution error means this except unfinished
-/// work, a wait that timed out, a full queue, an unsupported task type, and a broken capture.
+/// Returns whether an error means that the device is lost. Every execution error (507,000 to 507,999) means
+/// this, except the codes for unfinished work, a wait that timed out, a full queue, an unsupported task type,
+/// and a broken capture.
 fn is_loss(code: i32) -> bool {
     const STREAM_TASKS_FULL: i32 = 507_002;
     const EVENT_NOT_COMPLETE: i32 = 507_006;
@@ -129,7 +130,7 @@ impl Npu {
         result
     }
 
-    /// Returns whether this part of the backend may call its fused operators.
+    /// Returns whether the given part of the backend may call its fused operators.
     pub(crate) fn fuses(&self, what: Serves) -> bool {
         !self.plain && self.library.fused.contains(&what)
     }

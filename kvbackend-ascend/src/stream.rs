@@ -1,6 +1,6 @@
-//! Streams: the contract's ordering of operators and copies, on an ACL queue.
+//! Streams: operators and copies, in the order that the contract requires, on an ACL stream.
 //!
-//! An operation becomes a sequence of operator calls, which are enqueued at once under the queue's lock; the
+//! An operation becomes a sequence of operator calls, which are enqueued at once under the queue's lock. The
 //! host never waits for the operation. Lists that operators read are sent on the same stream, once for all
 //! layers that share them.
 
@@ -21,8 +21,8 @@ use crate::memory;
 use crate::operations::{self, RecentPlans, StepWork};
 use crate::queue::{AclEvent, AclStream, AscendEvent, CopyDirection, capture, copy, copy_now};
 
-/// The maximum size of a write, in bytes, that goes through the stream's pinned memory without a wait on the
-/// host. Larger writes wait for the stream.
+/// The maximum size, in bytes, of a write that the host copies to the stream's pinned memory, so that it need
+/// not wait. For a larger write, the host waits for the stream.
 const STAGED: usize = 1 << 20;
 
 thread_local! {

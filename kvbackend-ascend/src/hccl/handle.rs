@@ -101,7 +101,7 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Rank
 }
 
 // Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-separate-thread
-/// Runs a call on its own thread, because the call may wait for other ranks. Waits at most `limit` for its
+/// Runs a call on a separate thread, because the call may wait for other ranks. Waits at most `limit` for its
 /// result; a later result is dropped.
 fn within<T: Send + 'static>(
     rank: usize,

@@ -73,7 +73,8 @@ impl SentAngles {
 }
 
 impl AngleRows {
-    /// Gathers angles, `[rows, rotary_dim / 2]`: row `i` of the result is row `which[i]`.
+    /// Gathers rows of these angles: row `i` of the result, `[rows, rotary_dim / 2]`, is row `which[i]` of
+    /// `self`.
     pub(super) fn spread(&self, work: &mut Work<'_>, which: &Tensor) -> Result<Self> {
         let dims = [which.dim(0), self.cos.dim(1)];
         let mut spread = |table: &Tensor| -> Result<Tensor> {

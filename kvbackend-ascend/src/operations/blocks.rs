@@ -62,8 +62,8 @@ impl<'a> Blocks<'a> {
         self.block_size * self.heads * self.dim
     }
 
-    /// Returns a block as `[tokens, heads, dim]` at `address`, which is either in the pool or a copy of the
-    /// block.
+    /// Returns a view `[tokens, heads, dim]` of the block at `address`, either in the pool or in a copy of
+    /// the block.
     fn view(&self, address: u64) -> Tensor {
         let s = self.strides;
         let dims = [self.block_size, self.heads, self.dim];

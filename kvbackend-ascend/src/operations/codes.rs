@@ -2,7 +2,8 @@
 //!
 //! A scale is the group's largest magnitude divided by 127, rounded up to f16. CANN rounds to nearest, so a
 //! scale that is too small after rounding is replaced by the next larger f16. A group with a non-finite
-//! element gets a NaN scale and reads back as NaN; a group below the smallest normal f32 reads back as 0.
+//! element gets a NaN scale and reads back as NaN; a group whose elements are all smaller in magnitude than
+//! the smallest normal f32 reads back as 0.
 
 use kvcore::Result;
 

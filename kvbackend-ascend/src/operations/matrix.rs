@@ -13,8 +13,9 @@ use crate::memory::on_device;
 use crate::operators::{Tensor, bytes_of, number};
 use crate::queue::Work;
 
-/// One layer of K or V, or of their codes, as a dense matrix. One head's row consists of one or more matrix
-/// rows. If a token's heads are contiguous, this applies to the row of all heads.
+/// One layer of K or V, or of their codes, as a dense matrix. A head's row consists of one or more matrix
+/// rows. If a token's heads are contiguous, they form a single row, which consists of one or more matrix
+/// rows.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneMatrix {
     /// `[rows, unit]`.

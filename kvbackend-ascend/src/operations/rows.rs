@@ -12,7 +12,7 @@ use crate::library::Serves;
 use crate::memory::on_device;
 use crate::operators::Tensor;
 
-/// An operation's slots, without those of padding rows.
+/// An operation's slots, except the slots of padding rows.
 struct RowSlots {
     key: SlotsKey,
     /// The indices of the rows to move, or `None` for all rows.

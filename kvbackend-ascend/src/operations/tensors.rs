@@ -37,7 +37,7 @@ pub(super) fn copy_tensor(work: &mut Work<'_>, op: &CopyTensor) -> Result<()> {
     }
 }
 
-/// A view as integers of one, two, four or eight bytes, for copying its elements bit by bit.
+/// A view as integers of one, two, four or eight bytes, for copying its elements bit for bit.
 #[derive(Debug, Clone)]
 struct BitTensor(Tensor);
 

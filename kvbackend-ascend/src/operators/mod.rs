@@ -20,7 +20,7 @@ mod tensor;
 pub(crate) use fused::PagedAttention;
 pub(crate) use tensor::{Tensor, bytes_of, number};
 
-/// Tells matrix products to keep the operands' element type, f32.
+/// The flag that makes matrix products compute in the operands' element type, f32.
 const KEEP_TYPES: i8 = 0;
 
 /// A number on the host that is passed to operators.

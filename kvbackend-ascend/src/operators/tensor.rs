@@ -151,8 +151,7 @@ impl Tensor {
     /// Returns an error if the device fails.
     pub(crate) fn handle(&self, npu: &Arc<Npu>) -> Result<TensorHandle> {
         let bytes = bytes_of(self.dtype) as u64;
-        // Operators require an aligned address, so the part of the address beyond the alignment becomes an
-        // offset.
+        // Operators require an aligned address, so the remainder of the address becomes an offset.
         let before = if (self.address % ALIGN).is_multiple_of(bytes) { self.address % ALIGN } else { 0 };
         let offset = (before / bytes) as i64;
         let storage = [offset + self.span() as i64];

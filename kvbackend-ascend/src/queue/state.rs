@@ -35,7 +35,8 @@ unsafe impl Send for AclStream {}
 // SAFETY: the same condition as for `Send`.
 unsafe impl Sync for AclStream {}
 
-/// Memory that steps borrow for activations. It becomes available again when the last view of it is dropped.
+/// Memory that dense steps borrow for activations. It becomes available again when the last view of it is
+/// dropped.
 pub(crate) type NpuActivations = LoanMemory<AscendStorage>;
 
 /// The memory that a stream's work uses.

@@ -32,19 +32,20 @@ const HEADS_PER_KV_HEAD: usize = 64;
 /// The maximum number of elements per token when its heads are contiguous.
 const TOKEN_ELEMENTS: usize = 65_535;
 
-/// The number of elements per head and the number of tokens per block must be multiples of this value (32
-/// bytes).
+/// The operator requires that the number of elements per head and the number of tokens per block are
+/// multiples of this value. Sixteen two-byte elements fill 32 bytes.
 const UNIT: usize = 16;
 
 /// The maximum number of tokens per block.
 const BLOCK: usize = 512;
 
-/// The tokens that a row sees. They must be the first tokens of a list of blocks, and must have the weights
-/// of plain attention.
+/// The tokens that a row sees. They must be the first tokens in a list of blocks. No segment or merge group
+/// may scale their logits or log-sum-exps.
 struct RowTokens {
     blocks: Vec<BlockId>,
     tokens: usize,
-    /// The distance from the positions of the keys' stored rotation to the positions at which they are used.
+    /// The position at which a key is used, minus the position to which it was rotated when it was stored.
+    /// The difference is the same for all tokens.
     offset: i64,
 }
 

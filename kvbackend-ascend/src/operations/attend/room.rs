@@ -95,7 +95,8 @@ impl RowRoom {
     /// Builds a step's lists.
     ///
     /// # Errors
-    /// Returns [`Error::GraphOutgrown`] if the step exceeds the capacity or has other merge groups.
+    /// Returns [`Error::GraphOutgrown`] if the step exceeds the capacity or its merge groups differ from the
+    /// captured ones, and [`Error::Mismatch`] if it has another number of rows.
     fn lists(&self, work: &AttendWork, step: StepTokens) -> Result<(PackedLists, RoomLayout)> {
         let outgrown = |what| Err(Error::GraphOutgrown { what });
         if !scales_of(work).eq(self.groups.iter().copied()) {

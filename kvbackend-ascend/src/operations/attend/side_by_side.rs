@@ -16,7 +16,8 @@ use crate::operators::Tensor;
 use crate::queue::Work;
 
 /// Returns whether computing rows side by side needs fewer operators, and not much more work, than computing
-/// one entry after another. This is true for several single-row entries of similar lengths.
+/// one entry after another. This is true if there are several entries of similar lengths, each with a single
+/// row and no selection, and their tokens may be gathered at once.
 pub(super) fn suits(operands: &AttentionOperands<'_>) -> bool {
     let batch = operands.op.work.batch();
     let lengths =
