@@ -1,7 +1,7 @@
 //! The wgpu backend: any GPU with Vulkan, Metal or DirectX 12, and software adapters.
 //!
 //! Memory consists of `wgpu` buffers, kernels are WGSL compute shaders, and all streams share the device's
-//! only queue. Results are visible to the host only after a wait.
+//! only queue. The host sees results only after a wait.
 //!
 //! ```text
 //! stream    `impl Stream`: the only caller of `kernels::lower`
@@ -17,20 +17,20 @@
 //!
 //! # Rows that share a word
 //! Buffers are arrays of 32-bit words, and rows of 16-bit, 8-bit or 4-bit elements may begin and end inside a
-//! word. A word that a row fills completely is stored. In a word that a row shares, atomic operations clear
-//! and set only the bits of the row. Threads that own other bits of the word lose nothing. (Reading, changing
-//! and writing back the whole word loses bits: it gave wrong results in each of fifty trials.)
+//! word. A word that a row fills completely is stored. In a shared word, atomic operations clear and set only
+//! the row's own bits, so threads that own other bits of the word lose nothing. (Reading, changing and
+//! writing back the whole word loses bits: it gave wrong results in each of fifty trials.)
 //!
 //! # Large pools
 //! A device can bind only part of a buffer at once: `max_storage_buffer_binding_size`, often 128 MiB to 4
-//! GiB. Kernels over a larger buffer run once for each window of the buffer that they touch, and attention
-//! merges the results of all windows. A storage is one buffer of at most `max_buffer_size` bytes; a larger
-//! allocation fails with an error that names this limit.
+//! GiB. A kernel that uses a larger buffer runs once for each window of the buffer that it touches, and
+//! attention merges the results of all windows. A storage is one buffer of at most `max_buffer_size` bytes; a
+//! larger allocation fails with an error that names this limit.
 //!
 //! # Limits of the interface
-//! Addresses cannot be reserved. A [reserved](kvcore::Backend::reserve) storage frees its memory when its
-//! last mapped part is unmapped, not part by part. Its address is an index, and views of it stay valid.
-//! `pinned` and `system` memory need an adapter that binds host memory (`MAPPABLE_PRIMARY_BUFFERS`).
+//! wgpu cannot reserve addresses. A [reserved](kvcore::Backend::reserve) storage frees its memory only when
+//! its last mapped part is unmapped. Its address is an index, and views of it stay valid. `pinned` and
+//! `system` memory need an adapter that binds host memory (`MAPPABLE_PRIMARY_BUFFERS`).
 //!
 //! ```
 //! use kvbackend_wgpu::WgpuBackend;
@@ -73,18 +73,18 @@ pub use options::WgpuOptions;
 pub use stream::{WgpuEvent, WgpuStream};
 pub use wgpu;
 
-/// A backend on a device that wgpu can use.
+/// The backend for a device that wgpu can use.
 #[derive(Debug)]
 pub struct WgpuBackend {
     device: Arc<GpuDevice>,
 }
 
 impl WgpuBackend {
-    /// Creates a backend on the first usable adapter: a discrete GPU, otherwise an integrated one, otherwise
-    /// software.
+    /// Creates a backend on the first usable adapter: a discrete GPU, or else an integrated GPU, or else any
+    /// other adapter, such as a software adapter.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if no adapter is usable. The error says what to do.
+    /// Returns [`kvcore::Error::NoDevice`] if no adapter is usable. The error explains what to do.
     pub fn new() -> Result<Arc<Self>> {
         Self::with_options(&WgpuOptions::default())
     }
@@ -103,7 +103,7 @@ impl WgpuBackend {
     ///
     /// The caller should open the device with the limits of its adapter, and with `SHADER_F16`, `SHADER_I16`
     /// and `MAPPABLE_PRIMARY_BUFFERS` if the adapter has them. The backend replaces the device's handlers for
-    /// errors and device loss. Give each device to one backend only.
+    /// errors and device loss. Each device must be given to only one backend.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::NoDevice`] if one of the device's limits is too low for the kernels.
@@ -133,7 +133,7 @@ impl WgpuBackend {
         &self.device.handle
     }
 
-    /// Returns the queue of the device.
+    /// Returns the device's queue.
     pub fn queue(&self) -> &wgpu::Queue {
         &self.device.queue
     }

@@ -130,8 +130,8 @@ fn run(device: &GpuDevice, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     Ok(work)
 }
 
-/// Copies host bytes to a buffer, starting at byte `at`. The bytes go through a separate buffer, because
-/// queue commands only copy whole words.
+/// Copies host bytes to a buffer, starting at byte `at`. The bytes go through a separate buffer, because the
+/// device's queue only writes whole words.
 pub(crate) fn bytes(device: &GpuDevice, bytes: &[u8], to: &wgpu::Buffer, at: usize) -> Result<Vec<Dispatch>> {
     let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % 4);
     let source =

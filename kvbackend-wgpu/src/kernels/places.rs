@@ -14,7 +14,7 @@ use crate::pipeline::Binding;
 /// The number of buffers in which a row has an offset: source, destination, and the scales of both.
 pub(super) const SIDES: usize = 4;
 
-/// A row's offsets in these buffers, in the unit of each [`PlaceBuffer`].
+/// A row's offset in each of the [`SIDES`] buffers, in the unit of its [`PlaceBuffer`].
 pub(super) type RowPlace = [u64; SIDES];
 
 /// Returns the byte offset of an element, which must be the first of a row.
@@ -52,7 +52,8 @@ pub(super) struct RowItems {
 }
 
 impl RowItems {
-    /// Replaces each item by `count` items with `n` steps of an axis each, starting at step `first`.
+    /// Replaces each item with `count` items that make `n` steps along an axis each. These items start at
+    /// steps `first`, `first + n`, and so on.
     fn pieces(&self, axis: usize, n: usize, first: usize, count: usize) -> Self {
         let strides = self.axes[axis].strides;
         let steps = |place: &RowPlace| {
