@@ -17,7 +17,8 @@ impl Payload {
     }
 }
 
-/// A collective call. All ranks in a meeting must make the same call.
+/// A call that ranks make. A broadcast, all-gather or all-reduce must be made by all ranks of the group, with
+/// equal values. An exchange concerns only the ranks that it names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CollectiveCall {
     Broadcast {

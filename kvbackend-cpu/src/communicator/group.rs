@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::call::{CollectiveCall, Payload};
 
-/// The bytes that each rank contributed to a meeting.
+/// The bytes that each rank contributed to a collective call.
 pub(super) type RankBytes = Arc<[Vec<u8>]>;
 
 /// A message in transit from one rank to another.
@@ -26,7 +26,7 @@ pub(super) struct ThreadGroup {
     ranks: usize,
     limit: Duration,
     state: Mutex<GroupState>,
-    /// Notified when a rank has arrived, posted, received or failed.
+    /// Notified when a rank contributes to a collective call, posts or receives a message, leaves, or fails.
     changed: Condvar,
 }
 
@@ -34,16 +34,17 @@ pub(super) struct ThreadGroup {
 struct GroupState {
     /// The group's first failure, which is never cleared or replaced.
     failed: Option<Error>,
-    /// Ranks that have left. The group fails as soon as a call needs one of them.
+    /// For each rank, whether it has left the group. The group fails as soon as a call needs a rank that has
+    /// left.
     left: Vec<bool>,
-    /// The call that was made by the ranks at the current meeting.
+    /// The collective call under way, if at least one rank has made it.
     call: Option<CollectiveCall>,
-    /// The bytes contributed to the current meeting, by rank.
+    /// The bytes contributed to the call under way, by rank.
     brought: Vec<Option<Vec<u8>>>,
-    /// Number of meetings that have ended.
+    /// Number of collective calls that all ranks have made.
     ended: u64,
-    /// The result of the last meeting. No rank is ever a meeting ahead of another, so every rank finds the
-    /// result of its own meeting here.
+    /// The bytes contributed to the most recently completed call. The next call cannot complete until every
+    /// rank has made it, so every rank still finds the result of its own call here.
     parts: RankBytes,
     /// Messages that have been posted but not yet received, indexed by `from * ranks + to`.
     mail: Vec<VecDeque<SentBytes>>,
@@ -156,7 +157,8 @@ impl ThreadGroup {
             if let Some(&gone) = peers.iter().find(|&&peer| state.left[peer]) {
                 return Err(Error::RankLeft(gone));
             }
-            // A peer that has arrived at a meeting is waiting for this rank to make the same call.
+            // A peer that has contributed to a collective call is waiting for this rank to make the same
+            // call.
             match (state.call, peers.iter().any(|&peer| state.brought[peer].is_some())) {
                 (Some(other), true) => Err(differ(rank, call, other)),
                 _ => Ok(None),

@@ -2,11 +2,12 @@
 //!
 //! ```text
 //!   rank 0   stream.read ──► bytes ─┐                          ┌─► reduce, join ──► stream.write
-//!   rank 1   stream.read ──► bytes ─┼─► Group::meet: all came ─┼─► reduce, join ──► stream.write
+//!   rank 1   stream.read ──► bytes ─┼─► ThreadGroup::meet ─────┼─► reduce, join ──► stream.write
 //!   rank 2   stream.read ──► bytes ─┘                          └─► reduce, join ──► stream.write
 //! ```
 //!
-//! Broadcasts, all-gathers and all-reduces use meetings; an exchange posts and receives messages ([`group`]).
+//! Broadcasts, all-gathers and all-reduces wait until all ranks have contributed their bytes. An exchange
+//! posts and receives messages instead ([`group`]).
 
 use std::sync::Arc;
 use std::time::Duration;
