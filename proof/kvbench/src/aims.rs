@@ -69,8 +69,8 @@ const AIMS: [Aim; 16] = [
     Aim { what: "256-bit chained keys", limit: "SHA-256", size: None, least: 1.4, required: false },
 ];
 
-/// Targets for kernels on a card. The limit of a decode step is a copy that reads half as many bytes as
-/// the step and writes the same number.
+/// Targets for kernels on a card. The limit of a decode step is a copy of half as many bytes as the step
+/// reads. The copy then reads and writes as many bytes in total as the step reads.
 const ON_A_CARD: [Aim; 5] = [
     Aim { what: "cuda: scatter ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
     Aim { what: "cuda: gather ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },

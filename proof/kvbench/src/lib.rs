@@ -20,11 +20,12 @@ pub mod table;
 
 use std::time::Instant;
 
-/// The minimum and maximum number of runs of each piece of work, and the total time, in seconds, after
-/// which a piece stops in between.
+/// The minimum number of turns, the maximum number of turns, and a time in seconds. Between the minimum and
+/// the maximum, the turns end once every piece of work has run for that time in total.
 const TURNS: (usize, usize, f64) = (3, 60, 0.4);
 
-/// The total time of all work, in seconds, after which only the minimum number of turns is run.
+/// A time in seconds. Once all pieces of work together have run for that time, the turns end after the
+/// minimum number.
 const ENOUGH_OF_ALL: f64 = 3.0;
 
 /// Returns the time that each piece of work takes, in seconds: the best of several turns, after a

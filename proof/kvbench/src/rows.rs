@@ -56,7 +56,8 @@ pub struct Sweep {
 }
 
 impl Sweep {
-    /// Returns the exponent with which time grows with size, from the smallest size to the largest.
+    /// Returns the exponent `e` for which time grows like size to the power of `e`, measured between the
+    /// smallest and the largest size. Returns `None` if the rows do not differ in size.
     pub fn exponent(&self) -> Option<f64> {
         let (first, last) = (self.rows.first()?, self.rows.last()?);
         let grown = last.size / first.size;

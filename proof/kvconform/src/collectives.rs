@@ -14,7 +14,8 @@ use crate::bench::{Failure, Outcome, ensure, numbers};
 /// One rank of a group under test: its communicator, and the backend that allocates its tensors.
 pub type RankUnderTest = (Arc<dyn Communicator>, Arc<dyn Backend>);
 
-/// Runs every case on all ranks of a group, each in its own thread. The group is still intact afterwards.
+/// Runs every case on all ranks of a group, each rank in a separate thread. If no case fails, the group is
+/// still intact afterwards.
 ///
 /// Cases in which groups fail are in [`run_groups`](crate::run_groups). Calls that differ between ranks are
 /// left to each implementation's own tests, because implementations detect different things.

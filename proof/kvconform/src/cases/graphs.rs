@@ -164,8 +164,8 @@ pub(crate) fn own_tokens(n: usize) -> StepInputs {
     step(&[], [n, 3])
 }
 
-/// Steps that differ in everything that a replay may change: slots, positions, lengths, offsets, blocks, a
-/// missing chunk, and enough tokens that attention is divided differently.
+/// Returns steps that differ in everything that a replay may change: slots, positions, lengths, offsets,
+/// blocks, a missing chunk, and enough tokens that attention is divided differently.
 fn steps() -> Vec<StepInputs> {
     vec![
         step(&[(1..4, 40, 9), (4..6, 30, 5)], [20, 3]),

@@ -48,7 +48,8 @@ pub(super) fn host_copies_check_length_and_density(b: &Bench) -> Outcome {
     ensure(matches!(holes, Err(Error::InvalidStrides { .. })), || format!("a read with holes gave {holes:?}"))
 }
 
-/// Small writes may be staged in the stream's memory; large ones may not.
+/// A stream may stage a small write in its own memory, and may copy a large write straight from the caller's
+/// bytes. In both cases, the caller may reuse the bytes after the call.
 pub(super) fn a_caller_may_reuse_the_bytes_that_it_wrote(b: &Bench) -> Outcome {
     let n = 3 << 20;
     let view = b.tensor(DType::U8, &[n])?;

@@ -20,7 +20,7 @@ pub const DIM: usize = 64;
 const ROW_LAYERS: usize = 3;
 
 /// Decode steps of one sequence, for a backend's tests: each layer stores a row of two heads with [`DIM`]
-/// elements in a pool of 32 blocks of 16 tokens, and attends with it.
+/// elements in a pool of 32 blocks of 16 tokens, and attends with the same row as its queries.
 #[derive(Debug)]
 pub struct OneRow {
     /// The stream on which the steps run.

@@ -213,7 +213,7 @@ fn strangers_after<R: GroupRig, T>(
     }
 }
 
-/// Runs a call for each number below `n`, each in its own thread.
+/// Runs a call for each index below `n`, each in a separate thread.
 fn in_threads<T: Send>(n: usize, call: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let call = &call;
     thread::scope(|scope| {
@@ -223,7 +223,7 @@ fn in_threads<T: Send>(n: usize, call: impl Fn(usize) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Runs a call on every rank, each in its own thread. Returns the results in rank order.
+/// Runs a call on every rank, each in a separate thread. Returns the results in rank order.
 fn on_all<R: GroupRig, T: Send>(ranks: &[GroupRank<R>], call: impl Fn(&GroupRank<R>) -> T + Sync) -> Vec<T> {
     in_threads(ranks.len(), |rank| call(&ranks[rank]))
 }

@@ -66,14 +66,14 @@ pub trait DriverDouble {
     /// Returns the number of tasks of each kind enqueued on a device since the last call.
     fn queued(&self, device: usize) -> Queued;
 
-    /// Makes the `after`-th next call of a function fail once, with a driver error code. 0 cancels an earlier
-    /// request.
+    /// Makes a function fail once, on its `after`-th call from now, with a driver error code. If `after` is
+    /// 0, cancels an earlier request.
     fn fail(&self, function: &str, after: usize, code: i32);
 
     /// Returns the driver function and the error code that report a fault.
     fn fault(&self, fault: DriverFault) -> (&'static str, i32);
 
-    /// Makes a function do nothing and report success.
+    /// Makes a function do nothing and report success if `on` is true, or work again if it is false.
     fn ignore(&self, function: &str, on: bool);
 
     /// Sets a device's memory size in bytes; `None` sets the usual size.

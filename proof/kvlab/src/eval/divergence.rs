@@ -22,7 +22,8 @@ fn likeliest(logits: &[f32]) -> Option<usize> {
 }
 
 impl Divergence {
-    /// Compares the logits for the same tokens. Returns `None` if there are none.
+    /// Compares two lists of logits, token by token, up to the end of the shorter list. Returns `None` if one
+    /// of the lists is empty.
     pub(super) fn of(full: &[Vec<f32>], other: &[Vec<f32>]) -> Option<Self> {
         let n = full.len().min(other.len());
         if n == 0 {

@@ -10,7 +10,7 @@ use crate::error::Result;
 use kvengine::{Engine, Generation, Request};
 use kvmodel::TextCodec;
 
-/// The limits on differences between results.
+/// The limits that the checks of a [`Gate`] apply.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct GateLimits {
     /// The maximum difference between logits of two computations that read the same stored KV, relative to
@@ -141,8 +141,8 @@ impl Gate {
         self.failing().next().is_none()
     }
 
-    /// Returns true if reuse in this cell is fit for this model. Returns `None` if no check fails but
-    /// some check could not be decided.
+    /// Returns whether reuse in this cell is fit for this model, or `None` if no check fails but at least one
+    /// check could not be decided.
     pub fn is_fit(&self) -> Option<bool> {
         let refuted = self.checks.iter().any(|check| check.verdict == Verdict::Fails);
         (refuted || self.is_open()).then_some(!refuted)
@@ -161,7 +161,8 @@ impl Gate {
     /// - Recomputing no tokens changes nothing.
     /// - The loss of right answers to local questions, compared with full attention, is bounded.
     ///
-    /// Documents are cached in one order and used in another, unless their positions are part of their keys.
+    /// Documents are cached in one order and used in another, unless their positions are part of their cache
+    /// keys.
     ///
     /// # Errors
     /// Returns the errors of the engine.

@@ -119,7 +119,7 @@ impl Grader {
         }
     }
 
-    /// Returns an objection if no given answer can match this right answer.
+    /// Returns an objection if no answer can ever be graded as right against this right answer.
     pub(super) fn objection(self, right: &str) -> Option<&'static str> {
         match self {
             Self::Contains | Self::TokenF1 if words(right).is_empty() => Some("it has no word"),

@@ -6,8 +6,8 @@
 //!
 //! An [`Arm`] is one strategy for answering. [`evaluate`] asks every arm all questions. It measures the share
 //! of right answers, or the divergence of each arm from full attention along full attention's own answer,
-//! token by token. A few dozen prompts are enough to rank strategies by divergence, while hundreds of
-//! right-or-wrong questions are not.
+//! token by token. A few dozen prompts are enough to rank strategies by divergence, but even hundreds of
+//! questions are not enough to rank them by their shares of right answers.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -70,7 +70,8 @@ pub struct EvalOptions {
     pub answer_tokens: Option<usize>,
     /// True to complete each answer even if its grade is already decided.
     pub whole_answers: bool,
-    /// The index of the first list of questions. It also seeds the orders of documents.
+    /// The index of the first draw, which is the first list of questions. The index of each draw seeds the
+    /// orders of its documents.
     pub first_draw: usize,
 }
 
@@ -90,8 +91,8 @@ impl Evaluation {
     }
 }
 
-/// Asks every arm the questions of every seed. `questions` holds one list per seed. Calls `progress` with the
-/// number of answers so far and the total.
+/// Asks every arm every question. `questions` holds one list per draw. Calls `progress` with the number of
+/// answers so far and the total.
 ///
 /// # Errors
 /// Returns the errors of the engine, for example if a prompt is too long for the model, and the errors of the

@@ -7,7 +7,7 @@ use serde::{Serialize, Serializer};
 ///
 /// ```
 /// use kvlab::Paired;
-/// // 400 questions: the other way lost 12 right answers, and found 6 that full attention missed.
+/// // 400 questions: the other strategy lost 12 right answers, and found 6 that full attention missed.
 /// let paired = Paired { asked: 400, lost: 12, gained: 6 };
 /// assert_eq!(paired.loss(), 0.015);
 /// assert!(paired.at_most() > 0.03 && paired.at_least() < 0.0);
@@ -76,8 +76,9 @@ impl Paired {
         format!("{loss:.1} ({least:.1} to {most:.1})")
     }
 
-    /// Returns the approximate number of questions needed to bound the loss by `within` at the present rates,
-    /// or `None` if no number is enough.
+    /// Returns the approximate number of questions needed to bound the loss by `within` if questions are lost
+    /// and gained at the current rates. Returns `asked` if the loss is already bounded, and `None` if the
+    /// search passes a million questions without bounding it.
     pub fn needed(&self, within: f64) -> Option<usize> {
         if self.at_most() <= within {
             return Some(self.asked);

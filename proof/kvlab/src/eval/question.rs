@@ -13,7 +13,8 @@ pub enum QuestionKind {
     Local,
     /// Two documents: a reference at the start of the second document refers to the first.
     CrossStart,
-    /// Two documents, as in [`CrossStart`](Self::CrossStart), but the reference is in the middle.
+    /// Two documents, as in [`CrossStart`](Self::CrossStart), but the reference is in the middle of the
+    /// second document.
     CrossMiddle,
     /// Two documents, which state the facts that the question compares.
     Comparison,

@@ -45,9 +45,9 @@ pub struct Score {
     pub name: String,
     /// The kind of question.
     pub kind: QuestionKind,
-    /// The number of questions asked, over all seeds.
+    /// The number of questions asked, over all draws.
     pub asked: usize,
-    /// The share of right answers, averaged over seeds; `None` if only divergences were measured.
+    /// The share of right answers, averaged over draws; `None` if only divergences were measured.
     pub accuracy: Option<Estimate>,
     /// The comparison with full attention's answers, question by question; `None` if full attention was not
     /// asked.

@@ -18,8 +18,8 @@ const T: [f64; 15] = [
 /// The 97.5 % quantile of the normal distribution.
 const NORMAL: f64 = 1.959_964;
 
-/// Returns the 97.5 % quantile of Student's t. Above fifteen degrees of freedom, it is an expansion around
-/// the normal quantile (Abramowitz and Stegun, 26.7.5).
+/// Returns the 97.5 % quantile of Student's t. Above fifteen degrees of freedom, uses an expansion around the
+/// normal quantile (Abramowitz and Stegun, 26.7.5).
 fn quantile(degrees: usize) -> f64 {
     T.get(degrees.saturating_sub(1)).copied().unwrap_or_else(|| {
         let (z, n) = (NORMAL, degrees as f64);

@@ -203,7 +203,8 @@ impl Judge<'_> {
         all.iter().filter(|right| **right).count() as f64 / all.len().max(1) as f64
     }
 
-    /// Asks a candidate draw by draw, until its loss is refuted or all draws have been asked.
+    /// Asks a candidate draw by draw, until the answers show that its loss exceeds the limit or all draws
+    /// have been asked.
     fn judge(&mut self, arm: Arm, step: &mut dyn FnMut()) -> Result<(Paired, Verdict)> {
         let mut trials: Vec<Trial> = Vec::new();
         let mut last = (Paired::default(), Verdict::CannotSay);

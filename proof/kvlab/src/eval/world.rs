@@ -9,8 +9,8 @@ use serde::Deserialize;
 use super::{Grader, Question, QuestionKind};
 use crate::error::{Error, Result};
 
-/// The names and values in facts such as "alba is red .". The value "same" stands for the last value stated
-/// before it, in this document or an earlier one.
+/// The names and values in facts such as "alba is red .". The value "same" refers to the last value stated
+/// before it, in the same document or an earlier one.
 #[derive(Debug, Clone, Deserialize)]
 pub struct World {
     names: Vec<String>,
@@ -22,7 +22,8 @@ const SYSTEM: &str = "you answer questions from short documents .";
 const KINDS: [QuestionKind; 3] = [QuestionKind::Local, QuestionKind::CrossStart, QuestionKind::CrossMiddle];
 /// The number of references at the start of a document if the question is about its middle.
 const REFERENCES: usize = 3;
-/// The reciprocal of the probability that a fact in a local question is a reference within its document.
+/// The reciprocal of the probability that a fact in a local question's documents refers to an earlier fact in
+/// the same document. The first fact of a document never does.
 const INSIDE: u32 = 6;
 
 impl World {

@@ -96,7 +96,7 @@ const COLD: ColdRule =
 
 /// Serves a workload's prompts one after another, each up to its first token. The engine should be fresh.
 ///
-/// If the engine has storage for sleeping chunks, documents used less than five times are put to sleep after
+/// If the engine has storage for sleeping chunks, documents used fewer than five times are put to sleep after
 /// every request, while there is room. A hit wakes them before the first token.
 ///
 /// Calls `progress` with the number of requests served so far and the total.

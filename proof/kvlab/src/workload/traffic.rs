@@ -138,7 +138,7 @@ struct Asked {
 }
 
 /// Plays a trace: submits each request at its time, and runs engine steps while there is work. Calls
-/// `progress` with the number of answered requests.
+/// `progress` with the number of requests answered so far and the total.
 ///
 /// # Errors
 /// Returns the errors of the engine, for any request.

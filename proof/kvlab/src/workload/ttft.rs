@@ -75,7 +75,7 @@ const HITS: usize = 4;
 const TARGETS: [TtftTarget; 2] = [TtftTarget::TimesAsFast(10.0), TtftTarget::TimesAsLong(1.1)];
 
 /// Measures a prompt of `chunks` documents of `length` tokens each, with a question of 32 tokens, in a cell.
-/// Hits are measured with the documents in other orders, unless their positions are part of their keys.
+/// Hits are measured with the documents in other orders, unless their positions are part of their cache keys.
 ///
 /// # Errors
 /// Returns the errors of the engine, for example if a prompt is too long for the model, or the chunk pool is
