@@ -9,7 +9,7 @@ use xtask::run::{Result, cargo, create_folder, root, target};
 /// The library's folder, relative to the workspace root. Programs find it through `KV_ASCEND_LIB_DIR`.
 const FOLDER: &str = "target/ascend-simulator";
 
-/// The environment variable with the folder of the backend's libraries.
+/// The environment variable that names the folder from which the backend loads CANN's libraries.
 const VARIABLE: &str = "KV_ASCEND_LIB_DIR";
 
 /// The names that the backend loads its libraries by. All of them link to one file, which is loaded once.

@@ -18,7 +18,7 @@ pub const GOLDENS: &str = "proof/goldens/published_model";
 
 /// The Python packages that the conversion program needs.
 const PACKAGES: &str = "gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0";
-/// The folder of these packages, inside the model's folder.
+/// The folder of the conversion program's packages, inside the model's folder.
 const PYTHON: &str = "python";
 
 /// The folder that the conversion program creates inside the model's folder.

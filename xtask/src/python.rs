@@ -48,7 +48,7 @@ const PACKAGES: &str = "maturin==1.16.0 pytest==9.1.1 mypy==2.3.1";
 /// the examples need.
 const FRESH: &str = "target/python-fresh";
 
-/// The documents whose Python code is run in that environment.
+/// The documents whose Python code is run in the environment at [`FRESH`].
 const DOCUMENTS: [&str; 2] = ["README.md", "engine/kvpy/README.md"];
 /// The program that runs the Python code in documents.
 const EXAMPLES: &str = "engine/kvpy/tests/examples.py";
