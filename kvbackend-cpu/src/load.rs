@@ -48,11 +48,11 @@ fn count() -> u64 {
     0
 }
 
-/// Length of the window in which preemptions are counted.
+/// Minimum length of the window in which preemptions are counted.
 const WINDOW: Duration = Duration::from_millis(20);
 
-/// Number of preemptions per window at which cores are considered busy. On a core shared by two busy threads,
-/// a preemption occurs about every three milliseconds; on a free core, only occasionally.
+/// Number of preemptions per [`WINDOW`] at which cores are considered busy. On a core shared by two busy
+/// threads, a preemption occurs about every three milliseconds; on a free core, only occasionally.
 const MANY: u64 = 3;
 
 /// The first and the longest period in which callers work alone after cores were found busy. The trial window

@@ -139,7 +139,7 @@ pub(crate) struct PlaneRows<'a> {
 }
 
 impl<'a> PlaneRows<'a> {
-    /// Takes a plane's bytes from the locked parts.
+    /// Creates read access to a plane, whose bytes are removed from `parts`.
     pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut LockedParts<'a>) -> Result<Self> {
         let codes = (RowLayout::codes(plane), parts.read(&spans.codes)?);
         let scales = spans.scales.as_ref().map(|scales| parts.read(scales)).transpose()?;
@@ -171,7 +171,8 @@ pub(crate) struct PlaneRowsMut<'a> {
 }
 
 impl<'a> PlaneRowsMut<'a> {
-    /// Takes a plane's bytes from the locked parts, which must be locked for writing.
+    /// Creates read and write access to a plane, whose bytes are removed from `parts` and must be locked for
+    /// writing.
     pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut LockedParts<'a>) -> Result<Self> {
         let codes = (RowLayout::codes(plane), parts.write(&spans.codes)?);
         let scales = spans.scales.as_ref().map(|scales| parts.write(scales)).transpose()?;

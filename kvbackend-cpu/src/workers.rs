@@ -188,10 +188,10 @@ impl Workers {
         (bytes / bytes_per_thread.max(1)).min(self.count()).min(units).max(1)
     }
 
-    /// Calls `work` once for each part in `0..parts`, on several threads, and waits until all calls have
-    /// returned.
+    /// Calls `work` once for each part in `0..parts`, and waits until all calls have returned. Uses several
+    /// threads unless the pool has another job or the cores are busy.
     ///
-    /// If a part panics, the panic continues in the caller after all other parts have ended.
+    /// If a part panics, the panic continues in the caller after the parts on other threads have ended.
     pub(crate) fn run(&self, parts: usize, work: &(dyn Fn(usize) + Sync)) {
         let alone = || (0..parts).for_each(work);
         if parts <= 1 || self.count == 1 {

@@ -12,8 +12,8 @@
 //!   base     BlockId, SlotMapping, KvShape, KvLayout, Rope, DType, Error
 //! ```
 //!
-//! - [`base`]: plain values: element types, block IDs, layouts, quantised formats, rotary embeddings, ranks,
-//!   errors
+//! - [`base`]: plain values, such as element types, block IDs, layouts, quantised formats, rotary embeddings,
+//!   ranks and errors
 //! - [`device`]: the backend contract: memory, streams, operations, tensor views, arenas, write permits,
 //!   graphs, collectives
 //! - [`paging`]: the data structures of an engine: keys, the block pool, block tables, caches, prefixes,

@@ -11,8 +11,8 @@ use crate::simd::{Simd, SimdTask, exp};
 /// Minimum size of a thread's output, in bytes: about as much as one thread computes while another one is
 /// being woken.
 const BYTES_PER_THREAD: usize = 32 << 10;
-/// Minimum number of elements per thread: a few cache lines, so that two threads never write to the same
-/// line.
+/// Number of elements per unit of work: several cache lines, so that two threads can write to the same line
+/// only where their parts meet.
 const UNIT: usize = 256;
 
 // Decision: docs/decisions/backend-cpu.md#steps-between-products-run-on-the-same-threads

@@ -205,7 +205,8 @@ impl Products {
     /// memory is not zeroed first.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if `x` does not have `rows` rows.
+    /// Returns [`Error::Mismatch`] if `x` does not have `rows` rows, and [`Error::Overflow`] if the number of
+    /// products overflows.
     pub fn multiplied(&self, x: &[f32], rows: usize, matrix: &Matrix<'_>) -> Result<Vec<f32>> {
         let elements =
             rows.checked_mul(matrix.out).ok_or(Error::Overflow { what: "elements of the products" })?;

@@ -51,8 +51,8 @@ impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
         })
     }
 
-    /// Returns the next run of every queue that can bypass the caches. If a queue has none, copies the runs
-    /// of the others and returns `None`.
+    /// Returns each queue's next run that can bypass the caches. If a queue has no such run left, copies the
+    /// runs found in the other queues and returns `None`.
     #[inline(always)]
     fn next_of_each(&mut self) -> Option<[CopyRun; QUEUES]> {
         let mut all = [None; QUEUES];

@@ -138,7 +138,8 @@ pub enum Error {
     /// The cache does not hold this sequence: it was never created, or it was freed.
     #[error("unknown sequence {0}")]
     UnknownSequence(u64),
-    /// Heads, layers or batch entries do not divide evenly among ranks.
+    /// Heads, layers or batch entries cannot be divided among the ranks: heads must divide evenly, unless
+    /// ranks hold replicas of them, and every rank must get at least one layer and batch entry.
     #[error("{count} {what} do not divide among {ranks} ranks")]
     Uneven {
         /// The items to divide, such as `"layers"`.

@@ -66,8 +66,8 @@ impl RowPointers<'_> {
 }
 
 // Decision: docs/decisions/backend-cpu.md#both-products-prefetch
-/// The next rows of a plane. They are prefetched while the current rows are computed, so that memory stays
-/// busy during both products.
+/// The next rows of a plane. They are prefetched while the current rows are multiplied, so that memory stays
+/// busy during the products with keys as well as with values.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Prefetch<'a> {
     pub(super) rows: RowPointers<'a>,

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::{Error, Result};
 
-/// The rule that selects the elements of a rotated pair.
+/// The rule that determines which two elements are rotated as a pair.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pairing {
@@ -62,7 +62,7 @@ pub enum RopeScaling {
     Yarn {
         /// Ratio of the extended context length to the trained one.
         factor: f64,
-        /// Factor that multiplies the cos and sin of queries and of keys, once for each.
+        /// Factor by which cos and sin are multiplied when a query or a key is rotated.
         attention_factor: f64,
         /// A frequency is kept if it makes more than this many rotations over the original context.
         beta_fast: f64,
@@ -81,7 +81,7 @@ pub enum RopeScaling {
         short_factor: Vec<f64>,
         /// Divisors for longer requests, one per pair.
         long_factor: Vec<f64>,
-        /// Factor that multiplies the cos and sin of queries and of keys, once for each, in both regimes.
+        /// Factor by which cos and sin are multiplied when a query or a key is rotated, in both regimes.
         attention_factor: f64,
         /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
@@ -96,7 +96,7 @@ pub struct RopeConfig {
     pub rotary_dim: usize,
     /// Base of the frequencies, for example 10000 or 500000.
     pub theta: f64,
-    /// The rule that selects the elements of a pair.
+    /// The rule that determines which two elements form a pair.
     pub pairing: Pairing,
     /// Scaling of the frequencies.
     pub scaling: RopeScaling,

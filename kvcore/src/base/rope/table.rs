@@ -112,7 +112,7 @@ impl Rope {
         self.config.attention_factor()
     }
 
-    /// Returns the rule that selects the elements of a pair.
+    /// Returns the rule that determines which two elements form a pair.
     pub fn pairing(&self) -> Pairing {
         self.config.pairing
     }

@@ -11,13 +11,13 @@ pub struct CaptureGate {
     changed: Condvar,
 }
 
-/// The pass of a call in progress on a stream. Unless the call is part of a capture, no capture can begin on
-/// the stream until the pass is dropped.
+/// The guard of a call in progress on a stream. Unless the call is part of a capture, no capture can begin on
+/// the stream until the guard is dropped.
 #[derive(Debug)]
 pub struct CapturePass<'a>(Option<&'a CaptureGate>);
 
 impl CapturePass<'_> {
-    /// Returns the pass for a call that is part of a capture. This pass does not block anything.
+    /// Returns the guard for a call that is part of a capture. This guard does not block anything.
     pub fn within_capture() -> Self {
         Self(None)
     }
@@ -33,7 +33,7 @@ impl Drop for CapturePass<'_> {
 }
 
 impl CaptureGate {
-    /// Waits until no capture uses the stream, and returns the pass for a new call.
+    /// Waits until no capture uses the stream, and returns the guard for a new call.
     pub fn enter(&self) -> CapturePass<'_> {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |(capture, _)| *capture != 0);

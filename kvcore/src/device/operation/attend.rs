@@ -61,7 +61,7 @@ impl Segment {
     }
 }
 
-/// A group of segments, which are merged with each other before the groups are merged.
+/// A group of segments, whose partial results are merged first, before the groups are merged with each other.
 ///
 /// The log-sum-exp of the group is multiplied by `lse_scale` before the groups are merged. Together with a
 /// temperature in [`Segment::logit_scale`], this is APE's context scaling (Yang et al., 2025).

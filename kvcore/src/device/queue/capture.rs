@@ -82,7 +82,7 @@ pub trait CapturedStream: Sized + 'static {
     }
 
     /// Rejects the call if this thread is recording a capture. If another thread is capturing the stream,
-    /// waits for the end of that capture. No capture can begin on the stream until the returned pass is
+    /// waits for the end of that capture. No capture can begin on the stream until the returned guard is
     /// dropped.
     ///
     /// # Errors

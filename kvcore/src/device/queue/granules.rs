@@ -8,11 +8,11 @@ use crate::base::{Error, Result};
 use crate::device::check_granules;
 
 // Decision: docs/decisions/backend-cuda.md#granules-grow-with-the-reservation
-/// The maximum number of smallest-size granules per reservation. Larger reservations use larger granules,
-/// because each granule needs its own driver call.
+/// The approximate maximum number of granules per reservation, as long as granules are smaller than
+/// [`LARGEST`]. Larger reservations use larger granules, because each granule needs its own driver call.
 const FINE: usize = 2048;
 
-/// Size of the largest granule, in bytes.
+/// Maximum size of a granule, in bytes, unless the device's smallest granule is larger.
 const LARGEST: usize = 64 << 20;
 
 /// Returns two sizes in bytes: the granule size, which is a power of two, and the size of a reservation of at

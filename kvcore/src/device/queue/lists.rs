@@ -34,7 +34,8 @@ impl<L> StepLists<L> {
     }
 
     /// Adds a list of `bytes` bytes, and returns its address. Lists begin at multiples of `align` bytes from
-    /// the start of a block. `allocate` must return a block of at least the given number of bytes.
+    /// the start of a block; `align` must be the same in all calls. `allocate` must return a block of at
+    /// least the given number of bytes.
     ///
     /// # Errors
     /// Returns the errors of `allocate`.

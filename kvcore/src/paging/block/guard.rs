@@ -49,8 +49,8 @@ impl<T> From<Box<Rejected<T>>> for Error {
 pub struct MutableBlocks {
     pub(super) pool: BlockPool,
     pub(super) ids: Ids,
-    /// Issues permits to write to the blocks. A permit becomes void as soon as one of its blocks leaves the
-    /// guard.
+    /// Issues permits to write to the blocks. A permit becomes void, at the latest, when one of its blocks
+    /// leaves the guard.
     pub(super) permits: Permits,
 }
 /// Filled blocks that any number of holders can read. They are never written while they are shared.
@@ -182,8 +182,9 @@ impl MutableBlocks {
 impl MutableBlocks {
     /// Shares the filled blocks under `keys`, one key per block. Each key must be the child of the previous
     /// key, and the first key must be the child of `parent`. If the pool already has a block under a key, the
-    /// returned guard holds that block instead, and this guard's block is freed (see [`super::Duplicates`]).
-    /// Compare the IDs to find out which blocks were replaced. Permits to write to the blocks become void.
+    /// returned guard holds that block instead, and this guard's block is freed, unless the pool keeps
+    /// duplicates (see [`super::Duplicates`]). Compare the IDs to find out which blocks were replaced.
+    /// Permits to write to the blocks become void.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the number of keys differs from the number of blocks. The error

@@ -351,8 +351,9 @@ impl BlockTable {
     }
 
     /// Shares the next full blocks under `keys`, in order. If the pool already has a block under a key, the
-    /// table uses that block and frees its own. Permits for slots in these blocks become void, and permits
-    /// for slots that are only in later blocks stay valid.
+    /// table uses that block and frees its own, unless the pool keeps [duplicates](super::Duplicates::Keep).
+    /// Permits for slots in these blocks become void, and permits for slots that are only in later blocks
+    /// stay valid.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if there are fewer full blocks than keys. Nothing is shared in that case.
@@ -364,8 +365,8 @@ impl BlockTable {
         self.seal(parent, keys)
     }
 
-    /// Shares the next blocks under `keys` like [`share_full`](Self::share_full), including the partial last
-    /// block. The table cannot grow afterwards.
+    /// Shares the next blocks under `keys` like [`share_full`](Self::share_full), including the last block
+    /// even if it is partial. The table cannot grow into a shared partial block.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if there are fewer blocks than keys. Nothing is shared in that case.

@@ -33,8 +33,8 @@ impl KvExtents {
     /// `block_size` tokens.
     ///
     /// # Errors
-    /// Returns [`Error::Uneven`](crate::Error::Uneven) if heads or layers do not divide evenly among the
-    /// ranks, and the errors of [`RankInfo::checked`].
+    /// Returns [`Error::Uneven`](crate::Error::Uneven) if heads or layers cannot be divided among the ranks,
+    /// and the errors of [`RankInfo::checked`].
     pub fn shape(&self, rank: &RankInfo, num_blocks: usize, block_size: usize) -> Result<KvShape> {
         Ok(KvShape {
             num_layers: rank.layers(self.num_layers)?.len(),
@@ -74,8 +74,8 @@ impl StaticCacheConfig {
     /// entry.
     ///
     /// # Errors
-    /// Returns [`Error::Uneven`](crate::Error::Uneven) if the batch or the model does not divide evenly among
-    /// the ranks, [`Error::Zero`](crate::Error::Zero) if an extent or the length is 0, and
+    /// Returns [`Error::Uneven`](crate::Error::Uneven) if the batch or the model cannot be divided among the
+    /// ranks, [`Error::Zero`](crate::Error::Zero) if an extent or the length is 0, and
     /// [`Error::Overflow`](crate::Error::Overflow) if a size does not fit in the address space.
     pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
         let batch = rank.batch(self.max_batch)?.len();
@@ -125,8 +125,8 @@ impl PagedCacheConfig {
     ///
     /// # Errors
     /// Returns [`Error::NotEnoughMemory`](crate::Error::NotEnoughMemory) if the budget is too small for one
-    /// block, [`Error::Uneven`](crate::Error::Uneven) if the model does not divide evenly among the ranks,
-    /// and [`Error::Zero`](crate::Error::Zero) if an extent is 0.
+    /// block, [`Error::Uneven`](crate::Error::Uneven) if the model cannot be divided among the ranks, and
+    /// [`Error::Zero`](crate::Error::Zero) if an extent is 0.
     pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
         let shape = KvShape { order: self.order, ..extents.shape(rank, 1, self.block_size)? };
         KvLayout::within_budget(&shape, self.max_memory)

@@ -180,7 +180,8 @@ pub trait KvCache: Send + fmt::Debug {
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
     fn segment(&self, id: SequenceId) -> Result<Segment>;
 
-    /// Ends all sequences and removes everything from the cache.
+    /// Ends all sequences, and removes all contents except blocks that something outside the cache holds or
+    /// pins.
     fn reset(&mut self);
 
     /// Returns the cache if it is a paged cache, for operations that only a paged cache has.

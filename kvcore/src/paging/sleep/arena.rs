@@ -118,7 +118,7 @@ impl ReservedArena {
     /// - Returns [`Error::Allocation`] if there is not enough host memory.
     /// - Returns the stream's errors.
     ///
-    /// In these cases the blocks stay awake, and the blocks in `keep` keep their contents.
+    /// In these cases no block is put to sleep, and the blocks in `keep` keep their contents.
     pub fn sleep(
         &self,
         tag: &str,
