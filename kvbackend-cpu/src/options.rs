@@ -44,9 +44,9 @@ pub struct CpuOptions {
     pub simd: Option<SimdLevel>,
     /// Number of threads per kernel, including the caller's.
     ///
-    /// `None` means one thread per processor, from a pool that is shared by all such backends and ends when
-    /// the last of them is dropped. If a number is given, the backend has its own threads, which end when the
-    /// backend, its streams and its [`Products`](crate::dense::Products) are dropped.
+    /// `None` means one thread per processor, from a pool that all backends without a number share. If a
+    /// number is given, the backend has its own pool. The threads of a pool end when every backend, stream
+    /// and [`Products`](crate::dense::Products) that uses the pool has been dropped.
     pub threads: Option<usize>,
     /// The sizes at which fast kernels start to use threads and to bypass the caches.
     pub thresholds: Thresholds,

@@ -152,7 +152,7 @@ impl Workers {
 
     // Decision: docs/decisions/backend-cpu.md#backends-without-a-thread-count-share-a-pool
     /// Returns the pool with one thread per processor. It is shared by all backends that do not set a thread
-    /// count, and ends when the last of them is dropped.
+    /// count, and ends when nothing uses it any more.
     pub(crate) fn of_the_machine() -> Arc<Self> {
         static SHARED: Mutex<Weak<Workers>> = Mutex::new(Weak::new());
         let count = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

@@ -137,7 +137,7 @@ impl CpuStorage {
         matches!(self.memory.owner, MemoryOwner::Lender(_))
     }
 
-    /// Takes the owner's lock and returns the locked bytes, or `None` if the storage has no lender.
+    /// Acquires the owner's lock and returns the locked bytes, or `None` if the storage has no lender.
     pub(super) fn lock_lent(&self) -> Result<Option<LentBytes<'_>>> {
         let MemoryOwner::Lender(owner) = &self.memory.owner else { return Ok(None) };
         let bytes = owner.lock();

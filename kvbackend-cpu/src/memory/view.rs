@@ -96,7 +96,8 @@ impl<'a, T: Pod> HostViewMut<'a, T> {
     /// the tensor's elements, or be a single byte.
     ///
     /// # Errors
-    /// Returns the errors of [`HostView::of`].
+    /// Returns the errors of [`HostView::of`], and [`Error::Unsupported`] for memory that was lent for
+    /// reading only.
     pub fn of(tensor: &'a TensorView) -> Result<Self> {
         Elements::of(tensor, true).map(Self)
     }

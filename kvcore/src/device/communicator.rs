@@ -71,8 +71,8 @@ pub enum Collective<'a> {
     },
 }
 
-/// Formats the collective for error messages: its kind, and the number and the type of the elements that this
-/// rank passes.
+/// Formats the collective for error messages: its kind, and the number and type of this rank's elements, or
+/// for an exchange the numbers of sends and receives.
 impl fmt::Display for Collective<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tensor = |view: &TensorView| format!("{} elements of {}", view.len(), view.dtype());

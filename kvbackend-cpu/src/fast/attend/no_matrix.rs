@@ -23,7 +23,7 @@ impl MatrixForm {
         None
     }
 
-    /// Is never called, because a [`MatrixForm`] cannot be created.
+    /// Unreachable, because a [`MatrixForm`] cannot be created.
     ///
     /// # Safety
     /// There are no conditions.
@@ -33,7 +33,7 @@ impl MatrixForm {
 }
 
 impl MatrixBuffers {
-    /// Is never called, because [`MatrixBuffers`] cannot be created.
+    /// Unreachable, because [`MatrixBuffers`] cannot be created.
     ///
     /// # Safety
     /// There are no conditions.
@@ -43,7 +43,7 @@ impl MatrixBuffers {
 }
 
 impl TileAttention<'_> {
-    /// Is never called, because [`MatrixBuffers`] cannot be created.
+    /// Unreachable, because [`MatrixBuffers`] cannot be created.
     ///
     /// # Safety
     /// There are no conditions.

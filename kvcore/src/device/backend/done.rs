@@ -30,8 +30,9 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(
 
 // Decision: docs/decisions/device.md#one-thread-polls-pending-events
 /// Calls `call` when `event` is done: immediately if the event is already done, otherwise on a thread that
-/// polls all such events and exits after the last one. A backend whose [`Event::is_done`] becomes true
-/// without a wait may implement [`Event::on_done`] with this function.
+/// polls all such events and exits after the last one. If the system cannot start that thread, waits for the
+/// event instead. A backend whose [`Event::is_done`] becomes true without a wait may implement
+/// [`Event::on_done`] with this function.
 pub fn call_when_done(event: Arc<dyn Event>, call: DoneCall) {
     if event.is_done() {
         return call(event.wait());

@@ -285,10 +285,11 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Frees a sequence's blocks whose tokens all come before `token`. Later tokens must not attend to these
-    /// tokens: they must have left the window of every layer. Returns the number of freed blocks. Registered
-    /// blocks stay cached, and blocks with other holders stay in use. Afterwards, [`segment`](Self::segment)
-    /// begins with the first token that is still held.
+    /// Frees a sequence's blocks whose tokens all come before `token`. If the sequence shares its blocks,
+    /// frees only blocks that [`commit`](Self::commit) has already registered. Later tokens must not attend
+    /// to the freed tokens, which must have left the window of every layer. Returns the number of freed
+    /// blocks. Registered blocks stay cached, and blocks with other holders stay in use. Afterwards,
+    /// [`segment`](Self::segment) begins with the first token that is still held.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
