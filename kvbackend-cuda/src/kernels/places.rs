@@ -20,7 +20,7 @@ pub(super) enum ItemKind {
     Rows = 3,
 }
 
-/// A list of items on the device.
+/// The items of a launch: slots or pairs of blocks, which are listed on the device, or rows.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Items {

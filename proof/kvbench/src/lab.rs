@@ -132,8 +132,8 @@ impl Lab {
         Ok(ApplyRope { rows: self.rows(self.tokens, self.heads)?, positions, rope: Arc::clone(&self.rope) })
     }
 
-    /// Returns a causal attend of the last `rows` tokens to all tokens. If `rotate` is true, the call also
-    /// rotates the queries.
+    /// Returns a causal [`Attend`] from the last `rows` tokens to all tokens. If `rotate` is true, the call
+    /// also rotates the queries.
     pub fn attend(&self, rows: usize, rotate: bool) -> Result<Attend> {
         let blocks: Arc<[BlockId]> = self.blocks.iter().map(|&block| BlockId(block)).collect();
         let row = |i: usize| QueryRow { logical: i, position: i as i64 };

@@ -60,7 +60,8 @@ pub struct RagReport {
     /// The times to first token if everything is recomputed under the same mask, for a sample of the
     /// requests.
     pub without_reuse: Times,
-    /// The times to first token if the sample's prompts are ordinary prompts under full attention.
+    /// The times to first token if the sample's prompts are computed as ordinary prompts under full
+    /// attention.
     pub full_attention: Times,
     /// The share of the time without reuse that is spent on reusable parts: documents and the system prompt.
     pub alpha: f64,
