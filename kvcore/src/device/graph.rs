@@ -99,7 +99,7 @@ pub struct GraphKey {
     pub rows: usize,
     /// Number of segments in all entries, including empty segments, padded to a power of two.
     pub chunks: usize,
-    /// Number of cached tokens that the rows attend to, padded to a power of two of at least 256.
+    /// Total number of tokens in the segments of all entries, padded to a power of two of at least 256.
     pub tokens: usize,
     /// Storage format of the cache.
     pub format: KvFormat,

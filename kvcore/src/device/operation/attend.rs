@@ -191,8 +191,8 @@ impl Attend {
     ///
     /// # Errors
     /// - Returns [`Error::Mismatch`] if extents do not match.
-    /// - Returns [`Error::NotMultiple`] if the number of query heads is not a multiple of the number of cache
-    ///   heads.
+    /// - Returns [`Error::Zero`] if there are no query heads, and [`Error::NotMultiple`] if the number of query
+    ///   heads is not a multiple of the number of cache heads.
     /// - Returns [`Error::NotComputed`] or [`Error::Mismatch`] if an element type is not supported.
     /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense, or if two
     ///   elements of `out` or `lse` share an address.
@@ -272,8 +272,9 @@ impl Attend {
         rope.table(facts.rotations(self.keys)).map(drop)
     }
 
-    /// Returns the total size, in bytes, of the cached keys and values that the entries attend to, including
-    /// scales. Each entry's segments are counted once.
+    /// Returns the total size, in bytes, of the keys and values in the entries' segments in one layer,
+    /// including scales that are stored per block. Each entry's segments are counted once, whatever its rows
+    /// attend to.
     pub fn bytes(&self) -> usize {
         self.work.tokens() * self.arena.layout().token_bytes()
     }
