@@ -38,7 +38,7 @@ impl ChunkBlockPool {
     }
 
     /// Creates a pool over an existing [`BlockPool`]. The eviction policy of `blocks` has no effect, because
-    /// chunks are pinned and the chunk cache evicts them as a whole.
+    /// the chunk cache pins the blocks of chunks and evicts whole pieces itself.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the block size is 0.
@@ -50,7 +50,7 @@ impl ChunkBlockPool {
     }
 
     /// Splits an arena's blocks into the main pool's range, which comes first, and the chunk pool's range.
-    /// The chunk pool gets the fraction `share` of all blocks, rounded down. Each pool gets at least one
+    /// The chunk pool gets the fraction `share` of all blocks, rounded down, but each pool gets at least one
     /// block.
     ///
     /// # Errors

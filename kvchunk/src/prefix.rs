@@ -1,4 +1,4 @@
-//! Prefixes cached to the exact token: a system prompt, including its partial last block.
+//! Prefixes, such as system prompts, that are cached to the exact token, including their partial last block.
 
 use std::sync::Arc;
 
@@ -54,7 +54,8 @@ pub struct PrefixFill {
 pub struct SealedPrefix(BlockTable);
 
 impl PrefixFill {
-    /// Finds the cached blocks of the prefix `tokens` at position 0, and allocates blocks for the rest.
+    /// Finds the cached blocks of the prefix `tokens`, which starts at position 0, and allocates blocks for
+    /// the rest.
     ///
     /// Unlike with [`kvcore::PagedKvCache::create_with_prefix`], all tokens may be cached, and a partial last
     /// block is also shared with requests for exactly the same tokens. Without a root, nothing is looked up
@@ -94,8 +95,8 @@ impl PrefixFill {
     /// Ranks that compute a prompt together use this to compute the same tokens.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfBlocks`] if there are not enough blocks. In that case the caller must
-    /// drop the value.
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are not enough blocks. In that case, the caller must
+    /// drop this value.
     pub fn take_at_most(&mut self, tokens: usize) -> Result<()> {
         if tokens >= self.cached {
             return Ok(());
@@ -118,7 +119,8 @@ impl PrefixFill {
         Segment::new(Arc::clone(self.table.ids()), self.table.len(), 0, 0)
     }
 
-    /// Declares that all slots have been written. After this call, the blocks can be found by their keys.
+    /// Seals the prefix, whose slots must all have been written. After this call, the blocks can be found by
+    /// their keys.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if there are more keys than blocks, which

@@ -13,8 +13,9 @@ use crate::error::{Error, Result};
 /// Chunks that were computed separately get more of the question's attention than chunks that were computed
 /// one after another, because each has its own first tokens. A temperature below 1 sharpens the logits of the
 /// chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged with the
-/// log-sum-exp of the other tokens. Neither has a cost, because segments are merged by log-sum-exp anyway.
-/// The system prompt and the question's own tokens (APE's shared prefix and query) are not changed.
+/// log-sum-exp of the other tokens. Neither costs additional time, because segments are merged by their
+/// log-sum-exps anyway. The system prompt and the question's own tokens (APE's shared prefix and query) are
+/// not changed.
 ///
 /// ```
 /// use kvchunk::ContextScaling;
@@ -24,9 +25,9 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ContextScaling {
-    /// The divisor of chunk tokens' logits; 1 is plain attention.
+    /// The divisor of chunk tokens' logits. 1 means plain attention.
     pub temperature: f32,
-    /// The factor on the log-sum-exp of all chunk tokens; 1 is plain attention.
+    /// The factor on the log-sum-exp of all chunk tokens. 1 means plain attention.
     pub scale: f32,
 }
 

@@ -1,5 +1,5 @@
-//! Assembled prompts, whose system prompt and chunks are computed and held. Some of the tokens can be
-//! recomputed.
+//! Assembled prompts, whose system prompt and chunks have been computed and are held. Some of their tokens
+//! can be recomputed.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::prefix::SealedPrefix;
 use crate::prompt::ChunkedPrompt;
 use crate::recompute::{ChunkSpan, TokenScores, TokenSelection};
 
-/// A prompt that holds all its parts until it is dropped.
+/// An assembled prompt. It holds the blocks of its system prompt and chunks until it is dropped.
 #[derive(Debug)]
 pub struct AssembledPrompt {
     block_size: usize,
@@ -33,7 +33,7 @@ pub struct AssembledPrompt {
 #[derive(Debug)]
 #[must_use = "copy the blocks, then compute the inputs"]
 pub struct Recomputation {
-    /// The blocks to copy before the inputs are computed, as `(shared block, own block)`.
+    /// The copies to make before the inputs are computed, as `(shared block, own block)`.
     pub copies: WritePairs,
     /// The tokens to compute. They see everything before them in the prompt.
     pub inputs: Vec<SequenceInput>,
@@ -92,7 +92,7 @@ impl AssembledPrompt {
         &self.places
     }
 
-    /// Holds some of the request's own blocks until this prompt is dropped.
+    /// Adds blocks that belong only to this request, and holds them until this prompt is dropped.
     pub(super) fn hold(&mut self, own: MutableBlocks) {
         self.private.push(own);
     }
@@ -125,11 +125,11 @@ impl AssembledPrompt {
     }
 
     /// Allocates the request's own blocks from `pool`, one for each block that contains a selected token.
-    /// Returns the blocks to copy and the tokens to compute. After this call, the
+    /// Returns the block copies to make and the tokens to compute. After this call, the
     /// [`segments`](Self::segments) use the new blocks.
     ///
-    /// The shared blocks are not changed. Recomputed keys are stored with the same rotation as their
-    /// neighbours, so a chunk remains one segment.
+    /// The shared blocks are not changed. Recomputed keys are rotated to stored positions, like the keys
+    /// around them, so a piece remains one segment.
     ///
     /// # Errors
     /// If there is an error, the prompt is unchanged.

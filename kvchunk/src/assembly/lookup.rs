@@ -11,16 +11,16 @@ use crate::prefix::PrefixFill;
 #[derive(Debug)]
 pub(crate) struct FoundPiece {
     pub(crate) hold: PieceHold,
-    /// Whether the bytes are exactly what the hash describes, in every cache that is used for the prompt.
+    /// Whether the piece is exact in every cache that is used for the prompt; see [`PieceHold::is_exact`].
     pub(crate) exact: bool,
 }
 
-/// Finds the parts of a prompt: in this process only ([`LocalLookup`]), in other replicas as well
+/// A lookup of a prompt's parts: in this process only ([`LocalLookup`]), also in other replicas
 /// ([`ReplicaLookup`](crate::replica::ReplicaLookup)), or on all ranks of a model
 /// ([`RankLookup`](crate::ranks::RankLookup)).
 ///
-/// - An assembler calls the methods in the order below, and calls [`acquire`](Self::acquire) for each piece
-///   that was not held.
+/// - An assembler calls the methods in the order in which they are declared. It calls
+///   [`acquire`](Self::acquire) for each piece that [`hold`](Self::hold) did not find.
 /// - All pieces found are held before any piece is acquired, so a prompt never evicts its own pieces.
 /// - A hold is not a hit yet. The assembler [counts](ChunkCacheManager::count_hit) the holds that it uses.
 pub(crate) trait PromptLookup {
@@ -29,8 +29,8 @@ pub(crate) trait PromptLookup {
     /// returns a waiter instead.
     fn fill_system(&self, tokens: &[u32], wait: bool) -> Result<SystemFound>;
 
-    /// Looks up pieces, and holds the ones that are found. The result has the same shape as `pieces`, which
-    /// lists the pieces of each chunk.
+    /// Looks up pieces, and holds the pieces that are found. The result has the same shape as `pieces`, which
+    /// contains one list of pieces per chunk.
     fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>>;
 
     /// Acquires a piece that was not held, and counts the outcome.
@@ -54,8 +54,8 @@ pub(crate) struct LocalLookup<'a> {
 }
 
 impl LocalLookup<'_> {
-    /// Finds or allocates the system prompt's blocks. Does not wait, even if another request is computing
-    /// them.
+    /// Finds or allocates the system prompt's blocks, even if another request is computing the same system
+    /// prompt.
     pub(crate) fn fill_alone(&self, tokens: &[u32]) -> Result<PrefixFill> {
         PrefixFill::new(self.main, self.system_root, tokens)
     }

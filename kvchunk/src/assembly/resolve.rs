@@ -14,7 +14,7 @@ use crate::position::{PositionPlan, PositionReindexer};
 use crate::prompt::ChunkedPrompt;
 
 impl Assembler<'_> {
-    /// Returns one hasher for all chunks, or one per chunk if the hash includes positions.
+    /// Returns one hasher for all chunks, or one per chunk if the hashes cover positions.
     fn hashers(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Result<Vec<ChunkHasher>> {
         let (algorithm, block_size) = self.chunks.map_or((HashAlgorithm::default(), 1), |cache| {
             (cache.config().hash_algorithm, cache.pool().block_size())
@@ -200,8 +200,9 @@ impl Assembly {
         self.push(chunk, piece);
     }
 
-    /// Adds the forward-pass input for the piece that was pushed last. The piece sees the chunk's earlier
-    /// pieces and, depending on the mode, the system prompt, at the positions that their keys are stored for.
+    /// Adds the forward-pass input for the chunk's last piece. The piece sees the chunk's earlier pieces and,
+    /// depending on the mode, some or all of the system prompt and the decoys, all at the positions at which
+    /// their keys are stored.
     fn add_input(
         &mut self,
         reindexer: &PositionReindexer,
@@ -245,8 +246,8 @@ impl Assembly {
         }
     }
 
-    /// Provides blocks for the decoys, which are a longer prefix than the system prompt. Returns false if
-    /// another request is computing them. A mode without decoys needs no blocks.
+    /// Provides blocks for the prefix that consists of the system prompt and the decoys. Returns false if
+    /// another request is computing it. Does nothing in a mode without decoys.
     fn find_decoys(&mut self, lookup: &dyn PromptLookup, prompt: &ChunkedPrompt) -> Result<bool> {
         if self.decoy_tokens == 0 || !matches!(self.decoys, SystemPart::Missing) {
             return Ok(true);

@@ -16,16 +16,16 @@ use crate::position::MergedRun;
 /// The system prompt and the chunks in one run of blocks, in token order, with the keys rotated to the
 /// positions where they are used.
 ///
-/// Blocks that already have the run's layout and positions are shared; the others belong to the request. Each
-/// copy reads the stored original and writes to other blocks. The copied keys are rounded once more than keys
-/// that are read with a rotated query.
+/// Blocks that already have the run's layout and positions are shared; all other blocks belong to the
+/// request. Each copy reads the stored original and writes to other blocks. The copied keys are rounded once
+/// more than keys that are read by a rotated query.
 #[derive(Debug, Clone)]
 pub struct RotatedCopy {
     merged: MergedRun,
     moves: Vec<Move>,
 }
 
-/// Tokens to copy, whose keys are all rotated by the same distance.
+/// The tokens to copy whose keys are rotated by the same distance.
 #[derive(Debug, Clone)]
 struct Move {
     delta: i64,
@@ -75,8 +75,9 @@ impl AssembledPrompt {
     }
 }
 
-/// Returns the block that already holds these tokens, in order from its first slot and at their final
-/// positions. Returns `None` if there is no such block.
+/// Returns the block that already contains these tokens, starting at its first slot, in order and at their
+/// final positions. `tokens` contains each token's slot and the distance to rotate its key by. Returns `None`
+/// if there is no such block.
 fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
     let (first, _) = tokens.first()?;
     let in_place = |(at, &(slot, delta)): (i64, &(i64, i64))| slot == first + at && delta == 0;
@@ -130,7 +131,7 @@ impl RotatedCopy {
         Ok(())
     }
 
-    /// Returns the slots, blocks and positions of the run.
+    /// Returns the run, with its slots, blocks and positions.
     pub fn merged(&self) -> &MergedRun {
         &self.merged
     }
@@ -149,8 +150,8 @@ impl RotatedCopy {
     }
 
     // Decision: docs/decisions/chunks.md#a-single-segment-is-read-by-order-or-has-consecutive-positions
-    /// Returns the run as one segment if every token n is at position n. Unlike with
-    /// [`segment`](Self::segment), the result is also correct for a sliding window and unrotated keys.
+    /// Returns the run as one segment if every token n is at position n. Unlike the result of
+    /// [`segment`](Self::segment), this segment is also correct for a sliding window and unrotated keys.
     ///
     /// # Errors
     /// Returns [`Error::NotInARow`] if the chunks' positions overlap, because a single segment cannot

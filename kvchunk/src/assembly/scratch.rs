@@ -1,4 +1,5 @@
-//! Scratch blocks, which temporarily hold recomputed KV of all chunk tokens, next to the stored KV.
+//! Scratch blocks, which temporarily hold the recomputed KV of chunk tokens, so that it can be compared with
+//! the stored KV.
 
 use std::sync::Arc;
 
@@ -26,7 +27,7 @@ pub struct ScratchBlocks {
 }
 
 impl AssembledPrompt {
-    /// Allocates scratch blocks from `pool` for all tokens of chunks for which [`ChunkSpan::is_full`] is
+    /// Allocates scratch blocks from `pool` for all tokens of the chunks whose [`ChunkSpan::is_full`] is
     /// false.
     ///
     /// # Errors

@@ -1,5 +1,5 @@
-//! Acquires a piece: the request holds it, computes it, waits for another request to compute it, or does
-//! without the cache.
+//! Acquires a piece: the request gets a hold on it, computes it, waits for another request that computes it,
+//! or does without the cache.
 
 use std::time::{Duration, Instant};
 
@@ -79,15 +79,15 @@ impl ChunkCacheManager {
         reserved
     }
 
-    /// Counts a piece that a request computes only for itself.
+    /// Counts a miss for a piece that a request computes only for itself.
     pub(crate) fn go_without(&self, tenant: TenantId) {
         let mut state = self.0.lock();
         let tenant = state.known(tenant);
         state.count_uncached(tenant);
     }
 
-    /// Returns the piece if it is stored and awake. Unlike [`acquire`](Self::acquire), this does not reserve,
-    /// wait or wake anything.
+    /// Returns a hold on the piece if it is stored and awake. Unlike [`acquire`](Self::acquire), this method
+    /// never reserves blocks, waits, or wakes a piece. It counts a hit or a miss.
     pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let (since, now) = (Instant::now(), self.0.clock.millis());
         let mut state = self.0.lock();

@@ -7,7 +7,7 @@ use super::ChunkCacheMetrics;
 impl ChunkCacheMetrics {
     /// Returns the goals, each with its measured value: more than 70 % of lookups are hits, 70 to 90 % of
     /// blocks are used, lookups take less than 1 ms on average, and placing a piece takes less than 10 ms in
-    /// 99 % of cases. A value is unknown until there is something to measure.
+    /// 99 % of cases. A goal's measured value is `None` until there is something to measure.
     ///
     /// ```
     /// use kvchunk::ChunkCacheMetrics;
@@ -25,7 +25,7 @@ impl ChunkCacheMetrics {
         ]
     }
 
-    /// Returns the alarm thresholds as goals. A goal that is missed raises an alarm.
+    /// Returns the alarm thresholds as goals. A goal that is missed means an alarm.
     pub fn alarms(&self) -> [Goal; 4] {
         [
             Goal::new("hit_rate", "fraction", Target::Above(0.50), self.found_share()),

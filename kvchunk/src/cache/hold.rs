@@ -31,7 +31,7 @@ pub(super) struct HeldPiece {
     pub(super) slot: Option<u32>,
     pub(super) generation: u64,
     pub(super) ids: Arc<[BlockId]>,
-    /// `None` only while the hold is being dropped.
+    /// The piece's blocks; `None` only while the hold is being dropped.
     pub(super) blocks: Option<SharedBlocks>,
     pub(super) hash: ChunkHash,
     pub(super) stored_start: i64,
@@ -67,7 +67,7 @@ impl PieceHold {
         &self.0.ids
     }
 
-    /// Returns the blocks, the length and the position, as needed to place the piece.
+    /// Returns the piece's blocks, length and stored position, which are needed to place it.
     pub(crate) fn stored(&self) -> Stored<'_> {
         Stored { blocks: &self.0.ids, len: self.num_tokens(), start: self.0.stored_start }
     }
@@ -82,8 +82,8 @@ impl PieceHold {
         self.0.stored_start
     }
 
-    /// Returns whether the bytes are exactly what the hash describes. False if the piece was computed with
-    /// another system prompt, or was quantised while it slept.
+    /// Returns whether the bytes are exactly what the hash of the requested piece describes. They are not if
+    /// the piece was computed with another system prompt, or was quantised while it slept.
     pub fn is_exact(&self) -> bool {
         self.0.exact
     }
@@ -103,7 +103,7 @@ pub struct ChunkReservation {
     pub(super) evidence: PieceEvidence,
     pub(super) tenant: TenantId,
     pub(super) stored_start: i64,
-    /// `None` once the piece is stored.
+    /// The reserved blocks; `None` once the piece is stored.
     pub(super) blocks: Option<MutableBlocks>,
     pub(super) ids: Arc<[BlockId]>,
     pub(super) flight: Arc<Flight>,
@@ -170,7 +170,7 @@ impl Drop for ChunkReservation {
 }
 
 impl SharedCache {
-    /// Stores a piece that has been computed or fetched.
+    /// Stores the piece of a reservation, which must have been computed or fetched.
     fn store(self: &Arc<Self>, reservation: &mut ChunkReservation) -> PieceHold {
         let (hash, tenant) = (reservation.hash, reservation.tenant);
         let (blocks, ids) = (reservation.blocks.take(), Arc::clone(&reservation.ids));

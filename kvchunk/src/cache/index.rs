@@ -10,16 +10,16 @@ use crate::hash::ChunkHash;
 pub trait Indexed {
     /// Returns the hash under which the value is stored.
     fn hash(&self) -> ChunkHash;
-    /// Returns the hash of the same tokens with any system prompt, if the value can also be found by that
-    /// hash.
+    /// Returns the hash that the same tokens have whatever their system prompt is, or `None` if the value
+    /// cannot be found by such a hash.
     fn any_system(&self) -> Option<BlockKey>;
 }
 
-/// An index of stored pieces by hash. A second hash finds the same tokens with any system prompt; if there
-/// are several such pieces, it finds the latest.
+/// An index of stored pieces by hash. A piece can also be found by a second hash, which does not depend on
+/// the system prompt; if several pieces have the same second hash, the latest is found.
 ///
-/// A cache protects its index with a lock. Every change also affects a tenant's account, so code outside the
-/// cache cannot insert or remove anything. [`ChunkCacheManager::index`](super::ChunkCacheManager::index)
+/// A cache protects its index with a lock. Because every change also affects a tenant's account, code outside
+/// the cache cannot insert or remove values. [`ChunkCacheManager::index`](super::ChunkCacheManager::index)
 /// returns a copy for reading.
 #[derive(Debug, Clone)]
 pub struct ChunkHashIndex<T> {
@@ -87,7 +87,7 @@ impl<T> ChunkHashIndex<T> {
         self.by_tokens.get(key).copied()
     }
 
-    /// Returns an index with the same hashes, whose values are computed from the old ones.
+    /// Returns an index with the same hashes, in which each value has been converted by `value`.
     pub(crate) fn map<U>(&self, value: impl Fn(&T) -> U) -> ChunkHashIndex<U> {
         ChunkHashIndex {
             slots: self.slots.iter().map(|slot| slot.as_ref().map(&value)).collect(),

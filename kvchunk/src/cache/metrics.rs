@@ -6,8 +6,8 @@ use serde::{Serialize, Serializer};
 /// The metrics of a cache, or of one tenant: counts since the cache was created, and current gauges.
 ///
 /// A lookup ends as a hit or as a miss. A lookup that waits for another request's computation is counted when
-/// the computation has ended. Latencies are measured only for the whole cache, and are empty unless
-/// [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
+/// it is repeated after the computation. Latencies are measured only for the whole cache, and are empty
+/// unless [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
 ///
 /// The JSON form also contains values derived from the counts: `hit_rate`, `memory_utilization` and the
 /// average times `avg_lookup_time_ms`, `avg_wake_time_ms`, `avg_reindex_time_ms` and `avg_compute_time_ms`.
@@ -20,8 +20,8 @@ pub struct ChunkCacheMetrics {
     pub hit_count: u64,
     /// Number of lookups that did not find the piece, or found other contents under the same hash.
     pub miss_count: u64,
-    /// Number of hits whose error is not bounded: the piece was computed with another system prompt, or was
-    /// quantised while it slept. Included in [`hit_count`](Self::hit_count).
+    /// Number of hits whose error is unbounded, because the piece was computed with another system prompt or
+    /// was quantised while it slept. Included in [`hit_count`](Self::hit_count).
     pub approximate_hits: u64,
     /// Number of lookups that waited for a piece that another request was computing.
     pub shared_flights: u64,
@@ -34,8 +34,8 @@ pub struct ChunkCacheMetrics {
     /// Number of pieces that were missing in this cache and came from another replica. Included in
     /// [`miss_count`](Self::miss_count).
     pub fetched: u64,
-    /// Number of failed requests to replicas: the piece was gone, the replica failed, or the parcel was
-    /// wrong.
+    /// Number of failed requests to replicas, because the piece was gone, the replica failed, or the parcel
+    /// was wrong.
     pub fetch_failures: u64,
     /// Number of pieces put to sleep.
     pub slept: u64,
@@ -53,9 +53,10 @@ pub struct ChunkCacheMetrics {
     pub sleeping_chunks: usize,
     /// Total size of the sleeping pieces in bytes, as reported by the store.
     pub sleeping_bytes: usize,
-    /// Number of blocks in the pool, or in a tenant's quota.
+    /// Number of blocks in the pool or, for a tenant, in its quota.
     pub total_blocks: usize,
-    /// Number of blocks in the pool that are not free, or in a tenant's pieces and reservations.
+    /// Number of blocks in the pool that are not free or, for a tenant, the number of blocks in its pieces
+    /// and reservations.
     pub used_blocks: usize,
     /// Lookup latencies, excluding the time to wake pieces that were found asleep.
     #[serde(rename = "lookup_time")]
@@ -84,7 +85,7 @@ impl ChunkCacheMetrics {
         self.miss_count += 1;
     }
 
-    /// Returns the sums of two tenants' counts. The caller must fill in gauges and latencies.
+    /// Returns the sums of two tenants' counts. Gauges and latencies are left for the caller to fill in.
     pub(super) fn plus(self, other: &Self) -> Self {
         Self {
             lookup_count: self.lookup_count + other.lookup_count,

@@ -119,8 +119,8 @@ pub(crate) struct SharedCache {
 }
 
 // Decision: docs/decisions/chunks.md#saved-contents-are-dropped-without-the-lock
-/// The locked state. Contents discarded under the lock are dropped after it is released, because dropping
-/// them runs the store's code, which may use the cache.
+/// The locked state. Sleeping contents that are discarded under the lock are dropped after the lock is
+/// released, because dropping them runs the store's code, which may use the cache.
 pub(crate) struct LockedState<'a> {
     /// The lock guard. It is declared first so that it is dropped before `discarded`.
     pub(crate) state: MutexGuard<'a, CacheState>,
@@ -262,8 +262,8 @@ impl ChunkCacheManager {
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
     }
 
-    /// Returns the keys of the tenant with this tag, or of the default tenant if `tag` is `None`. The keys
-    /// are derived from a root that all tenants share.
+    /// Returns the tenant with this tag, or the default tenant if `tag` is `None`, and the root of its keys.
+    /// That root is derived from `root`, which all tenants share.
     ///
     /// # Errors
     /// Returns [`Error::UnknownTenant`] if no tenant has this tag.
@@ -273,8 +273,8 @@ impl ChunkCacheManager {
         Ok(TenantKeys { id, root: tenant.root(root) })
     }
 
-    /// Evicts the next piece without holders, from the tenant that uses the largest fraction of its quota. If
-    /// every awake piece is held, evicts the least recently used sleeping piece. Returns false if nothing was
+    /// Evicts the next evictable piece of the tenant that uses the largest fraction of its quota. If no awake
+    /// piece can be evicted, evicts the least recently used sleeping piece. Returns false if nothing was
     /// evicted.
     pub fn evict_lru(&self) -> bool {
         let now = self.0.clock.millis();
@@ -349,7 +349,7 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Returns one tenant's metrics, without times. All values are 0 for a tenant that was never added.
+    /// Returns one tenant's metrics, without latencies. All values are 0 for a tenant that was never added.
     pub fn tenant_metrics(&self, tenant: TenantId) -> ChunkCacheMetrics {
         let state = self.0.lock();
         let Some(account) = state.accounts.get(tenant.0 as usize) else {
@@ -379,7 +379,7 @@ impl ChunkCacheManager {
     }
 }
 
-/// Counts the pieces that are not awake, among the tenants that `of` accepts.
+/// Counts the pieces that are not awake and belong to a tenant that `of` accepts.
 fn asleep(state: &CacheState, of: impl Fn(TenantId) -> bool) -> usize {
     let sleeps = |entry: &&StoredPiece| of(entry.tenant) && !matches!(entry.memory, PieceMemory::Awake(_));
     state.index.iter().filter(sleeps).count()

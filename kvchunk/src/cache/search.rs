@@ -16,20 +16,20 @@ use crate::sleep::Waking;
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
 pub enum Acquired {
-    /// The piece is stored, and now held.
+    /// The piece is stored and is now held.
     Hit(PieceHold),
     /// The piece is missing, and this request must compute it.
     Compute(ChunkReservation),
-    /// Another request is computing the piece, or the piece is being moved. Wait and ask again, but first
-    /// compute your own reservations (see [`ChunkWaiter`]).
+    /// Another request is computing the piece, or the piece is being put to sleep or woken. Wait and then
+    /// acquire it again, but compute your own reservations first (see [`ChunkWaiter`]).
     Busy(ChunkWaiter),
-    /// The cache cannot keep the piece: the pool has no room even if every piece without holders were
+    /// The cache cannot keep the piece: there would be no room even if every piece without holders were
     /// evicted, the whole pool is asleep, or other contents have the same hash. This request must compute the
-    /// piece for itself.
+    /// piece only for itself.
     NoRoom,
 }
 
-/// A request for a piece, with the tenant, the position to store the piece at, and the current time in
+/// A request for a piece: the piece, the tenant, the position to store the piece at, and the current time in
 /// milliseconds.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PieceRequest<'a, 't> {

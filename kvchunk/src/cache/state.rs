@@ -39,7 +39,7 @@ pub(crate) struct StoredPiece {
     pub(crate) any_system: Option<BlockKey>,
     pub(crate) evidence: PieceEvidence,
     pub(crate) tenant: TenantId,
-    /// Distinguishes holds on this entry from holds on a later entry in the same slot.
+    /// A number that distinguishes holds on this entry from holds on a later entry in the same slot.
     pub(crate) generation: u64,
     pub(crate) stored_start: i64,
     pub(crate) memory: PieceMemory,
@@ -149,9 +149,9 @@ impl CacheState {
     }
 
     // Decision: docs/decisions/chunks.md#chunks-of-another-system-prompt-move-forward-only
-    /// Finds an awake piece with the same tokens but another system prompt, stored at or before
-    /// `stored_start`. Such a piece only moves forward, so no query is rotated to a position that its request
-    /// does not reach.
+    /// Returns the slot of the latest piece that has the same tokens, with any system prompt, if it is awake
+    /// and stored at or before `stored_start`. Such a piece only moves forward, so no query is rotated to a
+    /// position that its request does not reach.
     pub(crate) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
         let slot = self.index.slot_under_any_system(&piece.any_system()?)?;
         let same = |entry: &&StoredPiece| {
@@ -248,9 +248,9 @@ impl CacheState {
         }
     }
 
-    /// Removes a piece that is not in an eviction order, and returns whether there was one. The blocks of a
-    /// held piece count towards its tenant's quota until the last hold is dropped. The blocks of a moving
-    /// piece are accounted for by the thread that moves it.
+    /// Removes the piece in `slot`, which must not be in an eviction order, and returns whether there was
+    /// one. The blocks of a held piece count towards its tenant's quota until the last hold is dropped. The
+    /// blocks of a moving piece are accounted for by the thread that moves it.
     fn forget(&mut self, slot: u32) -> bool {
         let Some(entry) = self.index.remove(slot) else { return false };
         let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
@@ -273,8 +273,8 @@ impl CacheState {
         true
     }
 
-    /// Removes a piece, and returns whether there was one. The blocks of a held piece stay in use until its
-    /// last hold is dropped.
+    /// Removes the piece in `slot`, and returns whether there was one. The blocks of a held piece stay in use
+    /// until its last hold is dropped.
     pub(crate) fn remove(&mut self, slot: u32) -> bool {
         self.unorder(slot);
         self.forget(slot)
@@ -287,7 +287,7 @@ impl CacheState {
         }
     }
 
-    /// Evicts a tenant's next piece. Returns false if all its pieces are held.
+    /// Evicts a tenant's next piece. Returns false if the tenant has no evictable piece.
     pub(crate) fn evict(&mut self, tenant: TenantId, now: u64) -> bool {
         let account = self.account(tenant);
         let Some(slot) = account.order.evict(now) else { return false };
@@ -297,14 +297,14 @@ impl CacheState {
         self.forget(slot)
     }
 
-    /// Evicts an awake piece of this tenant, or else of the tenant that uses the largest fraction of its
-    /// quota.
+    /// Evicts the next piece of this tenant or, if it has no evictable piece, of the tenant that uses the
+    /// largest fraction of its quota. Returns false if nothing was evicted.
     pub(crate) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict(tenant, now) || self.evict_fullest(now)
     }
 
     /// Evicts the next piece of the tenant that uses the largest fraction of its quota. Tenants without
-    /// evictable pieces are skipped.
+    /// evictable pieces are ignored. Returns false if nothing was evicted.
     pub(crate) fn evict_fullest(&mut self, now: u64) -> bool {
         self.fullest().is_some_and(|tenant| self.evict(tenant, now))
     }
@@ -324,7 +324,8 @@ impl CacheState {
             || self.evict_fullest(now)
     }
 
-    /// Removes the least recently used sleeping piece of the tenants that `of` accepts.
+    /// Removes the least recently used sleeping piece that belongs to a tenant that `of` accepts. Returns
+    /// false if there is none.
     pub(crate) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
         let sleeps = |entry: &StoredPiece| matches!(entry.memory, PieceMemory::Asleep(_)) && of(entry.tenant);
         let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
@@ -335,7 +336,7 @@ impl CacheState {
     }
 
     /// Allocates `n` blocks for a tenant, evicting pieces without holders as needed. Returns `None`, without
-    /// evicting anything, if evicting all of them would not make enough room.
+    /// evicting anything, if evicting all such pieces would not make enough room.
     pub(crate) fn room(
         &mut self,
         pool: &ChunkBlockPool,
@@ -399,7 +400,7 @@ impl CacheState {
     }
 }
 
-/// The values that a tenant's account should contain.
+/// The values that a tenant's account should contain, recounted for a check.
 #[derive(Debug, Clone, Copy, Default)]
 struct AccountSums {
     used: usize,

@@ -23,7 +23,7 @@ pub(crate) enum SystemFound {
 #[derive(Debug)]
 pub(crate) struct SystemFill {
     pub(crate) prefix: PrefixFill,
-    /// Other requests wait for the missing part until this is dropped. `None` if they do not wait.
+    /// The flight that other requests wait for until it is dropped. `None` if they do not wait.
     pub(crate) flight: Option<SystemFlight>,
 }
 

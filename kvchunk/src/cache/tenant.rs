@@ -34,7 +34,8 @@ impl TenantKeys {
     }
 }
 
-/// A user of a chunk cache, with a human-readable tag, a salt that separates its keys, and a quota.
+/// A user of a chunk cache, with a human-readable tag, a salt that keeps its keys apart from the keys of
+/// other tenants, and a quota.
 ///
 /// The server's operator must choose the salt, because a salt chosen by clients protects no one.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +52,7 @@ impl Tenant {
     /// The tag of the default tenant.
     pub const DEFAULT_TAG: &'static str = "chunk_cache";
 
-    /// Creates a tenant without its own limit. Its salt is its tag.
+    /// Creates a tenant that may use the whole pool. Its salt is its tag.
     pub fn new(tag: &str) -> Self {
         Self { tag: tag.to_owned(), salt: tag.as_bytes().to_vec(), max_blocks: None }
     }
@@ -102,14 +103,15 @@ impl Account {
 }
 
 // Decision: docs/decisions/chunks.md#one-index-for-all-tenants-one-policy-for-each
-/// An eviction order over pieces. The underlying policy identifies each piece by a small number.
+/// An eviction order over pieces. The eviction policy identifies each piece by a number below the order's
+/// capacity.
 ///
 /// A piece that is being put to sleep keeps its rank in the order, in case it has to stay awake.
 /// [`evict`](Self::evict) skips it.
 #[derive(Debug)]
 pub(crate) struct Order {
     policy: Box<dyn EvictionPolicy>,
-    /// For each number, the index slot of its piece.
+    /// For each number, the slot of its piece in the index.
     pieces: Vec<u32>,
     free: Vec<u32>,
     wants_hits: bool,
@@ -178,7 +180,7 @@ impl Order {
         self.retire(number);
     }
 
-    /// Informs the policy that a lookup found the piece.
+    /// Tells the policy that a lookup has found the piece.
     pub(crate) fn hit(&mut self, number: u32, key: &BlockKey) {
         if self.wants_hits {
             self.policy.hit(number, key);

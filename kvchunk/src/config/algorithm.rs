@@ -32,7 +32,7 @@ impl HashAlgorithm {
     /// All algorithms.
     pub const ALL: [Self; 3] = [Self::Blake3, Self::Sha256, Self::Xxh3];
 
-    /// Returns whether it is infeasible to construct two contents with the same hash.
+    /// Returns whether it is infeasible to construct two different contents with the same hash.
     pub(crate) fn resists_collisions(self) -> bool {
         self != Self::Xxh3
     }

@@ -36,15 +36,13 @@ pub enum ComputeMode {
     /// at least one, and itself. The question never sees the decoys. A chunk is stored at the positions right
     /// after the decoys, and its key covers the system prompt and the decoys.
     ///
-    /// A model tells entities apart by their order. Chunks that are computed separately all look like the
-    /// first document, so the question mixes up their facts. A chunk after decoys looks like a later
-    /// document.
+    /// A model distinguishes entities by their order. Chunks that are computed separately all look like the
+    /// first document, so the model mixes up their facts. A chunk after decoys looks like a later document.
     Behind(u32),
 }
 
 impl ComputeMode {
-    /// Returns the number of system prompt tokens that a chunk sees, if the system prompt has `system`
-    /// tokens.
+    /// Returns the number of system prompt tokens that a chunk sees if the system prompt has `system` tokens.
     pub fn seen(self, system: usize) -> usize {
         match self {
             Self::WithSystem | Self::Behind(_) => system,
@@ -110,7 +108,8 @@ pub enum PositionStrategy {
     Absolute,
 }
 
-/// The exactness of reuse in a cell, compared with a reference with the mask "chunks do not see each other".
+/// The exactness of reuse in a cell, compared with computing the prompt from scratch with a mask under which
+/// chunks do not see each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Exactness {

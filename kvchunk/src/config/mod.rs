@@ -48,8 +48,8 @@ pub struct ChunkCacheConfig {
     #[serde(alias = "chunk_hash_algo")]
     pub hash_algorithm: HashAlgorithm,
     /// The positions that chunks get when they are used. `virtual` is accepted as another name for the
-    /// default strategy, although it describes how chunks are stored under every strategy except the absolute
-    /// one.
+    /// default strategy, although chunks are stored at virtual positions under every strategy except the
+    /// absolute one.
     pub position_strategy: PositionStrategy,
     /// The tokens that a chunk sees while its KV is computed.
     pub compute_mode: ComputeMode,
@@ -59,8 +59,8 @@ pub struct ChunkCacheConfig {
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
     /// The maximum time in milliseconds that a request waits for pieces that other requests are computing.
-    /// After that, the request computes them itself. This is also the maximum time that waking a piece waits
-    /// for other threads that are moving pieces.
+    /// After that, the request computes them itself. It is also the maximum time that a request to wake a
+    /// piece waits for threads that are moving pieces.
     pub max_wait_ms: u64,
     /// Whether a piece that is missing under this system prompt may be replaced by a piece computed with
     /// another system prompt that is not longer. The error of such a hit is not bounded, and it counts as

@@ -1,4 +1,4 @@
-//! Chunk hashes, which identify a chunk's stored bytes.
+//! Chunk hashes, which identify the stored bytes of a chunk.
 //!
 //! A hash covers exactly what the bytes depend on. The root key covers the model, the tokenizer, the rotary
 //! specification and regime, the element type, the layout, the adapter and the tenant. Under that root, a
@@ -17,8 +17,8 @@ use kvcore::BlockKey;
 
 use crate::config::{ComputeMode, HashAlgorithm};
 
-/// The identity of a piece's bytes, independent of where the piece is used. Two hashes are equal if their
-/// keys are equal.
+/// The identity of a piece's bytes, independent of the position where the piece is used. Two hashes are equal
+/// if their keys are equal.
 #[derive(Debug, Clone, Copy)]
 pub struct ChunkHash {
     /// The 256-bit key. With [`HashAlgorithm::Xxh3`] its second half is zero.
@@ -88,7 +88,7 @@ pub struct ChunkHasher {
     algorithm: HashAlgorithm,
     context: Arc<ChunkContext>,
     base: BlockKey,
-    /// The first key of the hash chains that leave out the system prompt.
+    /// The key at the start of the hash chains that leave out the system prompt.
     any_system: BlockKey,
     block_size: usize,
 }
@@ -159,7 +159,8 @@ impl ChunkPiece<'_> {
         self.tokens
     }
 
-    /// Returns whether the hash alone proves the contents to a cache that did not compute them.
+    /// Returns whether the hash alone proves the contents to a cache that has not computed them, because
+    /// collisions are infeasible.
     pub(crate) fn resists_collisions(&self) -> bool {
         self.hasher.algorithm.resists_collisions()
     }

@@ -1,4 +1,4 @@
-//! Goals and their measured values, as data.
+//! Goals and their measured values, as data structures.
 
 use std::fmt;
 

@@ -8,11 +8,12 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 /// The longest duration that buckets distinguish, in nanoseconds (about 18 minutes). Longer durations are
-/// counted as this one.
+/// counted as if they had this length.
 const LONGEST: u64 = 1 << 40;
-/// The number of exact decimal digits in a quantile.
+/// The number of significant decimal digits in a quantile.
 const DIGITS: u8 = 2;
-/// Exponents of the bucket bounds for Prometheus: from 2^6 = 64 ns to 2^30 ns, just over a second.
+/// The exponents of the bucket bounds for Prometheus, which range from 2^6 ns (64 ns) to 2^30 ns (just over a
+/// second).
 const EXPONENTS: std::ops::RangeInclusive<u32> = 6..=30;
 
 /// A histogram of durations that any number of threads may record into. Recording the first duration
@@ -83,8 +84,8 @@ impl Latencies {
     }
 
     // Decision: docs/decisions/managers.md#quantiles-are-rounded-up-to-the-end-of-their-bucket
-    /// Returns a duration that the fraction `q` of all durations does not exceed. It is exact to two digits,
-    /// never too small, and at most the longest duration. Returns `None` if nothing was recorded.
+    /// Returns the smallest duration that the fraction `q` of all durations does not exceed, rounded up to
+    /// two significant digits but not above the longest duration. Returns `None` if nothing was recorded.
     pub fn quantile(&self, q: f64) -> Option<Duration> {
         let histogram = self.histogram.as_ref().filter(|histogram| !histogram.is_empty())?;
         let bound = Duration::from_nanos(histogram.value_at_quantile(q.clamp(0.0, 1.0)));

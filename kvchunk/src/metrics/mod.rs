@@ -1,7 +1,7 @@
 //! Measurements of the caches: latencies, goals, and the Prometheus exposition.
 //!
 //! Latencies are `hdrhistogram` histograms, and `prometheus-client` writes the exposition. Values are read
-//! from the caches when they are scraped: nothing is registered, and nothing runs in the background.
+//! from the caches at each scrape: nothing is registered, and nothing runs in the background.
 //!
 //! ```
 //! use std::time::Duration;

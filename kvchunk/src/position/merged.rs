@@ -1,4 +1,4 @@
-//! The KV of all parts of a prompt as one run, for kernels that do not read segments.
+//! The KV of all parts of a prompt as one run, for kernels that do not support segments.
 
 use kvcore::{BlockId, Segment, SlotMapping};
 
@@ -7,8 +7,8 @@ use crate::error::Result;
 /// The slots and positions of the system prompt, the chunks and any further parts, in logical order.
 ///
 /// Each position is where the token is *used*, but the keys are rotated to the positions where they were
-/// stored. A kernel that uses one table for all parts therefore needs parts without an offset (the overlapped
-/// strategy in with-system mode, or the absolute strategy), or the run of a
+/// stored. A kernel that uses one block table for all parts therefore needs parts without an offset (as with
+/// the overlapped strategy in with-system mode, or the absolute strategy), or the run of a
 /// [`RotatedCopy`](crate::RotatedCopy).
 ///
 /// ```

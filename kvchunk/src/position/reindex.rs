@@ -10,14 +10,14 @@ use crate::error::{Error, Result};
 /// supports.
 ///
 /// Stored keys are unchanged and stay rotated to their virtual positions. Instead, `attend` rotates the
-/// *query* by its position minus the piece's offset, which gives the same scores.
+/// *query* to its position minus the piece's offset, which gives the same scores.
 #[derive(Debug, Clone)]
 pub struct PositionReindexer {
     max_positions: usize,
 }
 
 impl PositionReindexer {
-    /// Creates a reindexer for a model with this rotary embedding in every layer.
+    /// Creates a reindexer for a model that uses this rotary embedding in every layer.
     ///
     /// Pieces computed with other frequencies (another regime of dynamic NTK or LongRoPE) have other hashes
     /// and are never found.
@@ -32,8 +32,8 @@ impl PositionReindexer {
         Self { max_positions: each.min().unwrap_or(0) }
     }
 
-    /// Places a piece with its first token at position `new_position_start` and at index 0 of the merged KV.
-    /// To place it at another index, call [`PlacedPiece::at_offset_in_merged_kv`].
+    /// Places a piece so that its first token is at position `new_position_start` and at index 0 of the
+    /// merged KV. To change the index, call [`PlacedPiece::at_offset_in_merged_kv`].
     ///
     /// # Errors
     /// Returns [`Error::TooLong`] if the model does not support one of the positions.

@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use super::RankAgreement;
 use crate::error::Result;
 
-/// A rank that reaches agreement through a [`Communicator`]'s all-reduces: flags are bytes, and the minimum
-/// over all ranks wins.
+/// A rank that reaches agreement through a [`Communicator`]'s all-reduce operations: each flag is a byte, and
+/// the result is the minimum over all ranks.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -28,8 +28,8 @@ use crate::error::Result;
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 ///
-/// A rank that cannot take part in an agreement aborts the group, so that no other rank waits for it. A
-/// dropped rank leaves the group, unless others hold its communicator.
+/// A rank that cannot take part in an agreement aborts the group, so that no other rank waits for it. When a
+/// rank is dropped, it leaves the group, unless its communicator is still in use elsewhere.
 #[derive(Debug)]
 pub struct CollectiveRank {
     communicator: Arc<dyn Communicator>,
@@ -40,9 +40,9 @@ pub struct CollectiveRank {
 }
 
 impl CollectiveRank {
-    /// Creates one rank's agreement, with its own stream. `backend` MUST be the backend whose memory the
-    /// communicator moves. If the communicator is also used for other collectives, they MUST run in the same
-    /// order on all ranks, and the host MUST wait between them and the agreements.
+    /// Creates one rank's side of the agreement, with its own stream. `backend` MUST be the backend whose
+    /// memory the communicator transfers. If the communicator is also used for other collectives, they MUST
+    /// run in the same order on all ranks, and the host MUST wait between them and the agreements.
     ///
     /// # Errors
     /// Returns the errors of [`Backend::stream`].

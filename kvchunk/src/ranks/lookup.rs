@@ -7,10 +7,10 @@ use crate::error::Result;
 use crate::hash::ChunkPiece;
 use crate::prefix::PrefixFill;
 
-/// One rank's lookup, which only finds parts that all ranks find.
+/// One rank's lookup, which finds only the parts that all ranks find.
 ///
-/// If this rank holds a piece that another rank lacks, the piece is released and recomputed. The stored copy
-/// stays in the cache.
+/// If this rank has a piece that another rank lacks, it releases its hold, and all ranks recompute the piece.
+/// The stored copy stays in this rank's cache.
 #[derive(Debug)]
 pub(crate) struct RankLookup<'a> {
     pub(crate) local: LocalLookup<'a>,
@@ -18,8 +18,8 @@ pub(crate) struct RankLookup<'a> {
 }
 
 impl PromptLookup for RankLookup<'_> {
-    /// Uses as much of the cached system prompt as all ranks have. All ranks compute the rest in the same
-    /// pass and keep it, and none of them waits for another request.
+    /// Uses only the part of the system prompt that is cached on all ranks. All ranks compute the rest in the
+    /// same pass and keep it. Never waits for another request.
     fn fill_system(&self, tokens: &[u32], _wait: bool) -> Result<SystemFound> {
         let filled = self.local.fill_alone(tokens);
         let cached = filled.as_ref().map_or(0, PrefixFill::cached);
@@ -55,8 +55,8 @@ impl PromptLookup for RankLookup<'_> {
     }
 
     /// Reserves room for a piece that all ranks compute in the same pass. A rank therefore never waits for
-    /// another request, and does not use a piece that has been stored in the meantime; such a piece is
-    /// computed only for this request.
+    /// another request, and never uses a piece that was stored after [`hold`](PromptLookup::hold) looked for
+    /// it; such a piece is computed only for this request.
     fn acquire(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
         let reserved =
             self.local.chunks.and_then(|cache| cache.reserve(self.local.tenant, piece, stored_start));

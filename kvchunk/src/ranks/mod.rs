@@ -36,13 +36,13 @@ pub trait RankAgreement: fmt::Debug {
     /// Waits for all ranks, and clears every flag that is not set on all of them.
     ///
     /// # Errors
-    /// Returns an error if a rank is late, has left or asked for something else, for example
-    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] and [`kvcore::Error::RanksDiffer`]. In
+    /// Returns an error if a rank is late, has left, or has asked for something else, such as
+    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] or [`kvcore::Error::RanksDiffer`]. In
     /// that case, no rank can rely on the flags, and the request must end on all ranks.
     fn agree(&self, flags: &mut [bool]) -> Result<()>;
 }
 
-/// Returns the shortest of the ranks' lengths. No length may exceed `most`.
+/// Returns the smallest `length` of all ranks. No rank's length may exceed `most`.
 fn shortest(ranks: &dyn RankAgreement, length: usize, most: usize) -> Result<usize> {
     let mut reached: Vec<bool> = (0..most).map(|at| at < length).collect();
     ranks.agree(&mut reached)?;

@@ -11,7 +11,7 @@ pub enum DeviationOf {
     /// The values, as in CacheBlend's code.
     #[default]
     Values,
-    /// The sum of the two deviations, each relative to the mean size of its rows.
+    /// Keys and values: the sum of the two deviations, each relative to the mean squared norm of its rows.
     Both,
 }
 
@@ -24,7 +24,7 @@ pub struct DeviationCheck {
     pub of: DeviationOf,
 }
 
-/// The layers in which the question's attention to the tokens counts.
+/// The layers whose attention counts when the question's attention to each token is summed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionCheck {
     /// The first layer that counts (zero-based). All later layers count too. `None` leaves out the first
@@ -43,11 +43,11 @@ impl AttentionCheck {
 /// `None` if the strategy needs no information.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Evidence {
-    /// The question's attention to the token, computed over the reused keys. The model computes the question
-    /// once.
+    /// The question's attention to each token, computed over the reused keys. To measure it, the model
+    /// computes the question one additional time.
     pub attention: Option<AttentionCheck>,
-    /// The distance between the stored KV and the KV of full attention. The model computes all tokens up to
-    /// the layer that is checked.
+    /// The distance between each token's stored KV and its KV under full attention. To measure it, the model
+    /// computes all tokens up to the layer of the check.
     pub deviations: Option<DeviationCheck>,
 }
 
@@ -57,8 +57,8 @@ impl Evidence {
         self.attention.is_none() && self.deviations.is_none()
     }
 
-    /// Returns the highest layer (zero-based) at which one of the checks starts in a model with `layers`
-    /// layers, or `None` if there are no checks.
+    /// Returns the highest zero-based layer at which a requested check starts in a model with `layers`
+    /// layers, or `None` if no check is requested.
     pub fn deepest_start(&self, layers: usize) -> Option<usize> {
         let attention = self.attention.map(|check| check.first_layer(layers));
         attention.max(self.deviations.map(|check| check.layer))

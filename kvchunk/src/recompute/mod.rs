@@ -1,4 +1,4 @@
-//! Recompute strategies select the tokens of reused chunks that are recomputed with full attention.
+//! Recompute strategies select which tokens of reused chunks are recomputed with full attention.
 //!
 //! A chunk that was computed on its own has not seen the preceding chunks. A strategy selects tokens whose KV
 //! is recomputed while they see everything before them. All other tokens keep their stored KV.
@@ -16,15 +16,14 @@
 //! Differences from the sources:
 //!
 //! - EPIC computes chunks alone and recomputes their first tokens, which act as attention sinks.
-//!   [`Recompute::Link`] does this in both modes. In *alone* mode it links the first chunk, too, because that
-//!   chunk has not seen the system prompt.
+//!   [`Recompute::Link`] does this in both modes. In *alone* mode, it also recomputes the first tokens of the
+//!   first chunk, because that chunk has not seen the system prompt.
 //! - CacheBlend takes the deviation of V at layer 1 and chooses tokens again at later layers.
-//!   [`Recompute::Blend`] chooses once, at any layer, and compares K, V or both. The layers before it are
-//!   computed for all tokens.
+//!   [`Recompute::Blend`] chooses once, at a configurable layer, and compares K, V or both. The layers before
+//!   that one are computed for all tokens.
 //! - `ProphetKV` weighs the layers of a first pass by how their attention is spread. [`Recompute::Question`]
 //!   sums the attention of all layers except the first third, or of all layers starting at a given layer, and
-//!   recomputes the question with the chosen tokens.
-//!
+//!   recomputes the question together with the chosen tokens.
 //! - [`Recompute::Joint`] weighs each token by its attention times the root of its deviation. To first order,
 //!   this is the error that the token adds to the question's attention.
 //!
@@ -49,8 +48,8 @@ pub struct ChunkSpan {
     pub logical_start: usize,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,
-    /// Whether the chunk's KV already matches full attention. This holds for the first chunk, if it saw the
-    /// system prompt and is used at the position for which it was computed.
+    /// Whether the chunk's KV already matches full attention. This is the case for the first chunk in
+    /// with-system mode, if its bytes are exact and it is used at the position for which it was computed.
     pub is_full: bool,
 }
 
@@ -76,7 +75,7 @@ pub struct ChunkSpan {
 /// assert_eq!(Ends.select(&[chunk], &Findings::default()).chunks()[0], [6]);
 /// ```
 pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
-    /// Returns the name by which users select the strategy.
+    /// Returns the strategy's name, by which users select it.
     fn name(&self) -> String;
 
     /// Returns the evidence that the strategy needs to select tokens. By default, it needs none.
@@ -93,7 +92,7 @@ pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
 pub struct TokenSelection(Vec<Vec<u32>>);
 
 impl TokenSelection {
-    /// Creates a selection from one list per chunk. The tokens of a list may be in any order.
+    /// Creates a selection from one list of token indices per chunk. The indices may be in any order.
     pub fn new(chunks: impl IntoIterator<Item = Vec<u32>>) -> Self {
         let sorted = |mut tokens: Vec<u32>| {
             tokens.sort_unstable();

@@ -54,8 +54,8 @@ pub enum Recompute {
         from: Option<usize>,
     },
     // Decision: docs/decisions/chunks.md#a-joint-choice-combines-the-question-and-a-blend
-    /// Recomputes the tokens whose KV deviates most, weighted by the question's attention to them after the
-    /// first third of the layers.
+    /// Recomputes the tokens with the largest product of two factors: the question's attention to the token
+    /// after the first third of the layers, and the square root of the deviation of the token's KV.
     Joint {
         /// The fraction of all chunk tokens to recompute, from 0 (none) to 1 (all). The token count is
         /// rounded up.
@@ -65,7 +65,8 @@ pub enum Recompute {
         /// The rows to compare at that layer.
         of: DeviationOf,
     },
-    /// Recomputes as many tokens as [`Blend`](Self::Blend), selected uniformly at random. This is a baseline.
+    /// Recomputes as many tokens as [`Blend`](Self::Blend) with the same share, selected uniformly at random.
+    /// This is a baseline.
     Random {
         /// The fraction of all chunk tokens to recompute. The token count is rounded up.
         share: f64,
@@ -125,7 +126,8 @@ impl RecomputeStrategy for Recompute {
     }
 }
 
-/// Returns a function that looks up a token's score, which is 0 if the token has no score.
+/// Returns a function that looks up a token's score by chunk and token index. A token without a score has the
+/// score 0.
 fn score_of(scores: Option<&TokenScores>) -> impl Fn(usize, usize) -> f32 {
     move |chunk, token| scores.map_or(0.0, |scores| scores.of(chunk, token))
 }

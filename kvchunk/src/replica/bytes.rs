@@ -12,10 +12,11 @@ use super::parcel::agree;
 use crate::cache::ChunkReservation;
 use crate::error::Result;
 
-/// The name that errors use for scales that belong to a whole arena and must match between replicas.
+/// The name that errors use for static scales, which belong to a whole arena and must match between replicas.
 pub(super) const STATIC_SCALES: &str = "static scales";
 
-/// A buffer of staged blocks. Static scales belong to the whole arena and stay in the device's arena.
+/// A buffer of staged blocks or, for static scales, which belong to the whole arena, a buffer of the device's
+/// arena.
 pub(super) struct ParcelBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
@@ -46,7 +47,7 @@ pub(super) fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<Parce
 }
 
 impl ReplicaDevice {
-    /// Returns the arena's shape, reduced or extended to `num_blocks` blocks.
+    /// Returns the arena's shape with its number of blocks changed to `num_blocks`.
     pub(super) fn shape_of(&self, num_blocks: usize) -> KvShape {
         KvShape { num_blocks, ..self.arena.layout().shape().clone() }
     }
@@ -72,8 +73,8 @@ impl ReplicaDevice {
         Ok(bytes)
     }
 
-    /// Fills the reserved blocks from the staging arena and waits for the stream, because the contents must
-    /// not be found before they have arrived.
+    /// Fills the reserved blocks from the staging arena, and waits for the stream, because the piece must not
+    /// be found before its contents have arrived.
     pub(super) fn fill(&self, staged: KvArena, reservation: &ChunkReservation) -> Result<()> {
         let blocks = reservation.block_ids().len();
         let pairs = reservation.write_pairs((0..blocks as u32).map(BlockId))?;
@@ -88,7 +89,7 @@ impl ReplicaDevice {
         buffers(&self.arena, &staged).iter().map(|buffer| self.bytes(buffer)).collect()
     }
 
-    /// Fills the reserved blocks with `contents` and waits for the stream.
+    /// Fills the reserved blocks with `contents`, and waits for the stream.
     pub(super) fn write(&self, reservation: &ChunkReservation, contents: &[Vec<u8>]) -> Result<()> {
         let blocks = reservation.block_ids().len();
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks)?;

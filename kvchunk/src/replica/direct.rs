@@ -14,8 +14,8 @@ use crate::error::Result;
 use crate::hash::ChunkPiece;
 
 impl ReplicaDevice {
-    /// Returns whether another device can copy from this device's memory. Two replicas on one device do not
-    /// count, because they would share one cache.
+    /// Returns whether another device can copy directly from this device's memory. Returns false if both
+    /// replicas are on the same device.
     pub(super) fn is_reached_by(&self, other: &Self) -> bool {
         let here = self.arena.k_plane();
         other.stream.owns(here.storage).is_err() && other.stream.reaches(here.storage).is_ok()
@@ -23,8 +23,8 @@ impl ReplicaDevice {
 
     // Decision: docs/decisions/chunks.md#replicas-of-a-process-copy-chunks-between-connected-devices
     /// Copies a chunk from this device to reserved blocks on `other`, after checking that it is the requested
-    /// piece. Waits for `other`. Returns false and copies nothing if either device lacks memory to stage the
-    /// chunk.
+    /// piece. Waits for the stream of `other`. Returns false and copies nothing if one of the two devices
+    /// lacks the memory to stage the chunk.
     pub(super) fn copy_to(
         &self,
         other: &Self,

@@ -6,7 +6,7 @@ use crate::cache::{ChunkCacheManager, ChunkReservation, PieceHold, PieceMemory, 
 use crate::hash::ChunkHash;
 
 /// Returns whether another replica may use the piece. A piece that was quantised while it slept no longer
-/// depends on its hash alone, and a weak hash proves nothing to another replica.
+/// matches its hash exactly, and a weak hash proves nothing to another replica.
 fn may_leave(entry: &StoredPiece) -> bool {
     entry.exact && entry.evidence.is_tokens_alone()
 }
@@ -20,8 +20,8 @@ impl ChunkCacheManager {
             && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.memory, PieceMemory::Awake(_)))
     }
 
-    /// Holds the piece with this hash for another replica, and returns the hold with the piece's tokens. The
-    /// hold counts as a use of the piece, but not as a tenant's lookup.
+    /// Holds the piece with this hash for another replica, and returns the hold with the piece's tokens. This
+    /// counts as a use of the piece, but not as a lookup by a tenant.
     pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(PieceHold, Arc<[u32]>)> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();

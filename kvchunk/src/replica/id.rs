@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// A replica, identified by its index in the group.
+/// The ID of a replica: its index in the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ReplicaId(pub u32);
 

@@ -10,12 +10,13 @@ use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
 /// A replica within this process: one or more threads with their own cache. A replica that fetches a chunk
-/// reads the other replica's memory itself, on the other replica's stream. Blocks are copied directly from
-/// device to device if the backend's devices can reach each other, otherwise through the host.
+/// from another replica reads the other replica's memory itself, on the other replica's stream. Blocks are
+/// copied directly from device to device if the backend's devices can reach each other, otherwise through the
+/// host.
 ///
 /// # Drop behaviour
-/// A dropped replica no longer gives chunks to the other replicas. They compute the pieces that they would
-/// have fetched from it.
+/// After a replica is dropped, the other replicas no longer get chunks from it, and compute these chunks
+/// instead.
 #[derive(Debug)]
 pub struct LocalReplica {
     caches: Arc<Mutex<Vec<Option<ServedCache>>>>,
@@ -42,7 +43,7 @@ impl LocalReplica {
         self.id
     }
 
-    /// Returns the cache and the memory of another replica, or an error if the replica has left.
+    /// Returns the cache and the memory of another replica, or an error if that replica serves no cache.
     fn served(&self, from: ReplicaId) -> Result<(ChunkCacheManager, ReplicaDevice)> {
         let served = self.caches.lock().get(from.0 as usize).cloned().flatten();
         let left = || Error::ReplicaFailed { replica: from, reason: "it has left".to_owned() };

@@ -1,4 +1,4 @@
-//! The lookup that also asks other replicas: a local lookup that fetches missing pieces.
+//! The lookup with replicas: a local lookup that fetches missing pieces from other replicas.
 
 use super::ReplicaLink;
 use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};

@@ -1,5 +1,5 @@
-//! Replicas: whole caches of one model that share chunks. A replica that lacks a chunk fetches it from a
-//! replica that has the chunk.
+//! Replicas: several instances of one model, each with its own cache, that share chunks. A replica that lacks
+//! a chunk fetches it from a replica that has the chunk.
 //!
 //! ```text
 //!   get_chunk_with_remote_lookup
@@ -10,9 +10,9 @@
 //!      └──────────────┴──────────────────────────────────────────────────────────► Compute
 //! ```
 //!
-//! Only the replica that lacks a chunk acts. Nothing is broadcast, and replicas that do not ask are not
-//! involved. No lock is held while bytes are transferred. Other local requests for the chunk wait for the
-//! reservation, as they wait for a computation.
+//! Only the replica that lacks a chunk takes action. Nothing is broadcast, and replicas that are not asked
+//! are not involved. No lock is held while bytes are transferred. Other local requests for the chunk wait for
+//! the reservation, as they wait for a computation.
 
 use std::fmt;
 use std::sync::Arc;
@@ -38,7 +38,8 @@ pub use parcel::ChunkParcel;
 
 /// The connection from one replica to the others: a network, or [`LocalReplica`] within a process.
 ///
-/// Every call involves only two replicas. The implementation limits how long a call waits before it fails.
+/// Every transfer involves only two replicas. The implementation must limit how long a call waits before it
+/// fails.
 pub trait ReplicaTransport: fmt::Debug + Send + Sync {
     /// Returns the other replicas that have a chunk, in the order in which to ask them. The answer is only a
     /// hint: the chunk may be evicted before it is fetched.
@@ -140,7 +141,7 @@ pub struct RemoteLookup {
     pub acquired: Acquired,
     /// The replica that gave the piece, if any.
     pub fetched_from: Option<ReplicaId>,
-    /// The errors of the replicas that could not give the piece. The ID is `None` if the transport could not
+    /// The errors of the replicas that failed to give the piece. The ID is `None` if the transport failed to
     /// find out which replicas have the piece.
     pub failed: Vec<(Option<ReplicaId>, Error)>,
 }

@@ -12,7 +12,7 @@ use crate::hash::ChunkPiece;
 
 // Decision: docs/decisions/chunks.md#a-received-chunk-is-checked-not-trusted
 /// The contents of a piece on their way to another replica: whole blocks of all layers, with every property
-/// that must match before they are used.
+/// that must be checked before they are used.
 ///
 /// The fields are public for transports that serialise them. The digest detects damage, but proves nothing
 /// about the sender. Replicas trust each other, like ranks.
@@ -31,7 +31,7 @@ pub struct ChunkParcel {
     /// The bytes of K and of V, each followed by its scales if there are any. Static scales have the sender's
     /// values.
     pub buffers: Vec<Vec<u8>>,
-    /// The xxh3 digest of the tokens and the buffers.
+    /// The xxh3 digest over the tokens and the buffers.
     pub digest: u64,
 }
 

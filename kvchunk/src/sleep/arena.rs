@@ -1,4 +1,4 @@
-//! The sleep store of one device arena. Its pieces sleep in host memory, plain, compressed or quantised.
+//! The sleep store for one device arena. Pieces sleep in host memory, unchanged, compressed or quantised.
 //!
 //! ```text
 //!   device arena ──► Plain:      swap_blocks ──► blocks of a host arena           exact
@@ -23,15 +23,15 @@ use crate::error::Result;
 /// ordered with it by events.
 ///
 /// With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the whole budget is allocated at once.
-/// [`Compressed`](SleepForm::Compressed) allocates memory as pieces are put to sleep. Compression needs
-/// memory for a few more blocks, which is not part of the budget and does not grow with the piece.
+/// [`Compressed`](SleepForm::Compressed) allocates memory as pieces are put to sleep. Compression also needs
+/// memory for a few staged blocks, which is not part of the budget and does not grow with the piece.
 ///
-/// Every form has a digest or a checksum. A damaged piece is not woken but recomputed. Computing and
-/// comparing the digest reads the piece on the host and waits for the stream.
+/// Every form has a digest or a checksum, so a damaged piece is detected and recomputed instead of woken.
+/// Computing or comparing a digest reads the piece on the host and waits for the stream.
 ///
-/// Before a piece is quantised to eight-bit floats, its largest magnitudes are found. The scales computed
-/// from them are not part of the budget. They use four bytes per layer, or per head of each layer, for K and
-/// for V.
+/// A piece that is quantised to eight-bit floats has its own scales, computed from its largest magnitudes.
+/// The scales are not part of the budget. They use four bytes per layer, or per head of each layer, for each
+/// of K and V.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -104,8 +104,8 @@ impl ArenaSleep {
         Ok(Self { ledger, store })
     }
 
-    /// Returns the number of sleeping pieces, their total size on the device and on the host, and the host
-    /// memory limit.
+    /// Returns the number of sleeping pieces, their total size on the device and on the host, and the limit
+    /// on host memory.
     pub fn usage(&self) -> SleepUsage {
         self.ledger.usage()
     }

@@ -15,15 +15,15 @@ pub struct ColdRule {
 }
 
 impl Default for ColdRule {
-    /// A piece is cold if it has had fewer than 5 uses, or no use for an hour. Pieces stored or woken within
-    /// the last minute are spared.
+    /// Returns the default rule: a piece is cold if it has been used fewer than 5 times, or not for an hour,
+    /// unless it was stored or woken within the last minute.
     fn default() -> Self {
         Self { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::from_secs(60) }
     }
 }
 
 impl ColdRule {
-    /// The rule by which every piece without holders is cold.
+    /// The rule under which every piece without holders is cold.
     pub const EVERYTHING: Self =
         Self { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
 

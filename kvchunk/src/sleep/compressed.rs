@@ -63,8 +63,8 @@ impl CompressedStore {
         Ok(KvArena::allocate(self.backend.as_ref(), self.backend.capabilities().host_memory(), layout)?)
     }
 
-    /// Compresses the contents of `blocks` and saves them. Stops as soon as the compressed bytes exceed the
-    /// budget.
+    /// Compresses the contents of `blocks` and saves them. Stops with an error as soon as the compressed
+    /// bytes exceed the budget.
     pub(super) fn save(self: &Arc<Self>, blocks: &[BlockId]) -> Result<CompressedPiece> {
         let (mut groups, mut bytes, mut staging) = (Vec::new(), 0, None);
         for group in blocks.chunks(STAGED_BLOCKS) {
@@ -116,7 +116,7 @@ impl Sleeping for CompressedPiece {
     }
 }
 
-/// A storage of an arena, and the size of its part that contains blocks, in bytes.
+/// A storage of an arena, with the size in bytes of the part that contains blocks.
 struct StagedBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,

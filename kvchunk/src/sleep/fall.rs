@@ -11,8 +11,8 @@ use crate::cache::{
 use crate::error::{Error, Result};
 
 impl ChunkCacheManager {
-    /// Puts all pieces that are cold according to `rule` to sleep, and returns their number. Their blocks
-    /// become free. A later hit on a sleeping piece wakes it.
+    /// Puts all pieces to sleep that are cold according to `rule`, and returns the number of these pieces.
+    /// Their blocks become free. A later hit on a sleeping piece wakes it.
     ///
     /// If the store fails after some pieces have been put to sleep, the other pieces stay awake and keep
     /// their eviction order, and the call succeeds.
@@ -101,8 +101,8 @@ impl SharedCache {
 
 impl CacheState {
     // Decision: docs/decisions/chunks.md#a-piece-that-falls-asleep-keeps-its-eviction-order
-    /// Starts putting a piece without holders to sleep. The piece keeps its blocks until the move ends. It
-    /// also keeps its rank in the eviction order, but is not evicted in the meantime.
+    /// Starts putting the piece in `slot`, which must not have holders, to sleep. The piece keeps its blocks
+    /// until the move ends. It also keeps its rank in the eviction order, but is not evicted in the meantime.
     pub(crate) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<AwakePiece> {
         let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
         match std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(flight))) {

@@ -20,11 +20,12 @@ use crate::error::{Error, Result};
 pub enum SleepForm {
     /// Unchanged, in blocks of a host arena, with a digest. Saving and waking wait for the stream.
     Plain,
-    /// Losslessly compressed. The elements' bytes are sorted into planes, which separates signs and exponents
-    /// from most mantissa bits. zstd compresses each plane, with a checksum. Saving waits for the stream.
+    /// Losslessly compressed. The bytes of the elements are separated into planes, so that signs and
+    /// exponents are apart from most mantissa bits, and zstd compresses each plane with a checksum. Saving
+    /// waits for the stream.
     Compressed,
-    /// In a quantised format. The woken contents differ from the contents before sleep, so the pieces are
-    /// marked as approximate, and hits on them are counted as approximate.
+    /// In a quantised format. The contents after waking differ from the contents before sleep, so hits on the
+    /// piece are approximate from then on.
     Quantised(KvFormat),
 }
 

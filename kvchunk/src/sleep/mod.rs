@@ -7,8 +7,8 @@
 //!   the pool    sleep_pool ──► memory released, pieces copied ──► wake_pool ──► the blocks of before
 //! ```
 //!
-//! A piece that falls asleep frees its blocks, and a hit wakes it. While the whole pool sleeps, no request
-//! uses the cache.
+//! When a piece is put to sleep, its blocks become free; a hit wakes it. While the whole pool sleeps, no
+//! request uses the cache.
 //!
 //! - The cache's side: [`fall`] and [`wake`] move pieces, [`cold`] chooses the pieces, and [`pool`] moves the
 //!   whole pool.

@@ -1,15 +1,15 @@
-//! Byte planes: the elements' bytes, sorted into planes that are compressed separately, because signs and
-//! exponents repeat and mantissas do not.
+//! Byte planes: plane `i` contains byte `i` of every element. The planes are compressed separately, because
+//! signs and exponents repeat and mantissas do not.
 
 use zstd::bulk::{Compressor, Decompressor};
 
 use crate::error::{Error, Result};
 
-/// The fastest of zstd's ordinary levels. Mantissas do not shrink at any level.
+/// The compression level: the fastest of zstd's ordinary levels. Mantissas do not shrink at any level.
 const LEVEL: i32 = 1;
 
 // Decision: docs/decisions/chunks.md#a-compressed-chunk-has-one-zstd-frame-per-element-byte
-/// A compressed buffer: one frame per byte of an element, with a checksum of the contents.
+/// A compressed buffer: one frame for each byte of an element, with a checksum of the frame's contents.
 #[derive(Debug)]
 pub(super) struct BytePlanes {
     pub(super) frames: Vec<Box<[u8]>>,

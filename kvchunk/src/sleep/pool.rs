@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 /// The result of putting a pool to sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSleep {
-    /// The amount of device memory that was released, in bytes. Only granules that contain nothing but chunks
-    /// are released.
+    /// The amount of device memory that was released, in bytes. Only allocation granules that lie entirely
+    /// within the pool's blocks are released.
     pub released_bytes: usize,
     /// The amount of host memory that holds the stored pieces while the pool sleeps, in bytes.
     pub saved_bytes: usize,
@@ -113,8 +113,8 @@ impl ChunkCacheManager {
     }
 }
 
-/// Returns the number of held pieces, the number of pieces in progress, and the total number of blocks in
-/// pieces that can be found now or later.
+/// Returns the number of held pieces, the number of pieces that are being computed or moved, and the total
+/// number of blocks in stored pieces and reservations.
 fn in_use(state: &CacheState) -> (usize, usize, usize) {
     let entries = || state.index.iter();
     let held = entries().filter(|entry| entry.holders > 0).count();

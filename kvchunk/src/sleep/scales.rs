@@ -40,7 +40,7 @@ pub(super) fn of_piece(
     Ok(Some(own))
 }
 
-/// Finds the largest magnitudes on the device.
+/// Finds the largest magnitudes of blocks on the device.
 struct Look<'a> {
     stream: &'a dyn Stream,
     device: &'a KvArena,
@@ -98,7 +98,7 @@ impl Look<'_> {
         }
     }
 
-    /// Updates the largest finite magnitudes found so far with the rows in `view`.
+    /// Updates `largest`, the largest finite magnitudes found so far, with the rows in `view`.
     fn raise(&self, largest: &mut [f32], view: &TensorView, plane: &KvPlane<'_>) -> Result<()> {
         let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
         self.stream.read(view, &mut bytes)?;

@@ -11,14 +11,13 @@ use crate::error::Result;
 /// The cache holds none of its locks when it calls a store or drops saved contents. A store that uses its
 /// cache must hold a [`WeakChunkCache`](crate::WeakChunkCache); otherwise neither would ever be freed.
 ///
-/// A store may enqueue its copies instead of waiting for them, if the copies are ordered with everything that
-/// reads or writes the blocks later. [`ArenaSleep`](crate::ArenaSleep) enqueues them on the stream that
-/// computes.
+/// A store may enqueue its copies instead of waiting for them, if everything that reads or writes the blocks
+/// later is ordered after the copies. [`ArenaSleep`](crate::ArenaSleep) enqueues them on the compute stream.
 pub trait SleepStore: Send + Sync + fmt::Debug {
-    /// Saves the contents of `blocks`.
+    /// Saves the contents of `blocks`, without changing the blocks.
     ///
     /// # Errors
-    /// Returns the store's error, without keeping anything or changing the blocks.
+    /// Returns the store's error. In that case, nothing is kept.
     fn save(&self, blocks: &[BlockId]) -> Result<Box<dyn Sleeping>>;
 }
 

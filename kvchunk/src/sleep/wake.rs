@@ -72,8 +72,8 @@ impl ChunkCacheManager {
     }
 
     // Decision: docs/decisions/chunks.md#a-hit-on-a-sleeping-piece-holds-it-at-once
-    /// Wakes the piece if it is asleep and there is room, and holds it as soon as it is awake. Nothing is
-    /// counted as a hit or a miss.
+    /// Wakes the piece if it is asleep and there is room, and returns a hold on it. Counts neither a hit nor
+    /// a miss.
     pub(crate) fn wake_and_hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
@@ -113,9 +113,9 @@ impl SharedCache {
         }
     }
 
-    /// Wakes a piece, copying it without holding the lock. Calls `then` with the piece's slot before it
-    /// releases the lock under which the piece became awake, so that nothing can put the piece back to sleep
-    /// first.
+    /// Wakes a piece, without holding the lock during the copy. Then takes the lock, marks the piece as
+    /// awake, and calls `then` with the piece's slot before it releases the lock, so that no other thread can
+    /// put the piece back to sleep first.
     ///
     /// # Errors
     /// Returns the store's error if the contents are lost. The piece is removed in that case.
@@ -175,7 +175,7 @@ impl CacheState {
         Some(Waking { slot, tenant, blocks, number, saved, flight })
     }
 
-    /// Ends the move of a piece that is awake now and has no holder.
+    /// Ends the move of a piece that is now awake and has no holder.
     fn awaken(&mut self, slot: u32, blocks: MutableBlocks, number: u32, now: u64) {
         let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];
