@@ -1,4 +1,4 @@
-//! Opens backends by name, each with its dense steps.
+//! Opens backends by name, with the implementation of the dense steps that fits each.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use kvmodel::dense::Dense;
 use crate::args::BackendName;
 use crate::error::Result;
 
-/// A backend, with the dense steps for a model.
+/// A backend, with the dense steps of a model that runs on it.
 pub(crate) struct OpenedBackend {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) dense: Arc<dyn Dense>,
@@ -32,7 +32,7 @@ impl OpenedBackend {
     }
 }
 
-/// Opens the backend with the given name and its usual number of threads, like [`open_with`].
+/// Opens the backend with the given name, like [`open_with`], with the default number of threads.
 pub(crate) fn open(name: &BackendName) -> Result<OpenedBackend> {
     open_with(name, None)
 }
@@ -100,8 +100,8 @@ fn cuda(device: usize, threads: Option<usize>) -> Result<OpenedBackend> {
     beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
 }
 
-/// Returns a backend with the dense steps of its device. If the device's libraries lack something, the steps
-/// run on the host instead, and a note explains this.
+/// Returns a backend with `dense`, its device's dense steps. If the device's libraries cannot run the steps,
+/// they run on the host instead, and a note on standard error explains this.
 #[cfg(any(feature = "ascend", feature = "cuda"))]
 fn beside(
     backend: Arc<dyn Backend>,

@@ -1,4 +1,4 @@
-//! `kvc devices`: the machine's devices that `--backend` accepts.
+//! `kvc devices`: the devices of this machine that `--backend` accepts.
 
 use std::io::Write;
 
@@ -11,18 +11,18 @@ use crate::report;
 /// A device of one backend.
 #[derive(Serialize)]
 struct ListedDevice {
-    /// The device's name, for `--backend`.
+    /// The name that `--backend` accepts for the device.
     backend: String,
     name: String,
     /// The device's interface, kind and driver.
     about: String,
     limits: Vec<(&'static str, String)>,
     features: Vec<(&'static str, bool)>,
-    /// The reason that the device cannot be used; `None` if it can.
+    /// The reason that the device cannot be used; `None` if it can be used.
     unfit: Option<String>,
 }
 
-/// A backend without a device in this build or on this machine, with advice for the user.
+/// A backend that has no device in this build or on this machine, with the reason and advice for the user.
 #[derive(Serialize)]
 struct AbsentBackend {
     backend: &'static str,

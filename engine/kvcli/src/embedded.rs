@@ -12,7 +12,7 @@ const WEIGHTS: &[u8] = include_bytes!("../../../models/tiny-rag/model.safetensor
 const TOKENIZER: &[u8] = include_bytes!("../../../models/tiny-rag/tokenizer.json");
 const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../../models/tiny-rag/tokenizer_config.json");
 
-/// The names and values of the world that the built-in model was trained on.
+/// The names and values in the invented world that the built-in model was trained on.
 pub(crate) const WORLD: &str = include_str!("../../../models/tiny-rag/world.json");
 
 /// The demo's documents, by name.

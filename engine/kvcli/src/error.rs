@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// A failure with its message for the user.
+/// A failure, with a message for the user.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// The engine, its model or a cache failed.
@@ -20,17 +20,17 @@ pub(crate) enum Error {
     /// A document has no text.
     #[error("the document {0} is empty; remove it, or add some text")]
     EmptyDocument(PathBuf),
-    /// Documents are at the very start of a prompt, but they must follow some text.
+    /// A prompt starts with documents, but documents must follow some text.
     #[error("documents need some text before them; give --system TEXT, or --chat for the model's template")]
     NoSystem,
     /// A message file is malformed, or its conversation cannot be answered.
     #[error("{path}: {source}")]
     Messages { path: PathBuf, source: kvengine::Error },
-    /// The program was built without the backend.
+    /// The program was built without the requested backend.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]
     NoBackend(&'static str),
-    /// The path of the model does not exist.
+    /// The model's path does not exist.
     #[error(
         "{0} does not exist; --model takes a directory with config.json, *.safetensors and tokenizer.json, or a GGUF file"
     )]
@@ -70,7 +70,7 @@ pub(crate) enum Error {
          written. Ask questions that the model can answer, with fewer --texts or another --dataset"
     )]
     NothingJudged { right: f64, floor: f64 },
-    /// A part of a question contains the separator.
+    /// A question's documents or system prompt contain the separator.
     #[error(
         "{path}, line {line}: {field} contains the separator, which makes its end ambiguous; choose another one with \
          --separator, or change the text"
@@ -100,8 +100,8 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Returns advice if an option or a change of the input can help: for a cache that is too small or keeps
-    /// no documents, and for a chat template that fails.
+    /// Returns advice if the user can avoid the error by changing an option or the input, for example if a
+    /// cache is too small or a chat template fails.
     pub(crate) fn hint(&self) -> Option<&'static str> {
         use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks};
         use kvengine::Error::{Chunk, Core, Model, NoChunks};

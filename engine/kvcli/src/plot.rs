@@ -7,7 +7,7 @@ use plotters::prelude::*;
 
 use crate::error::{Error, Result};
 
-/// Points of one kind, joined by a line in this order.
+/// Points of one kind, joined by a line in the order of the list.
 pub(crate) struct Series {
     pub(crate) name: String,
     /// `(x, y, half the height of the error bar)`.
@@ -24,7 +24,8 @@ pub(crate) struct Frame<'a> {
     pub(crate) legend: Legend,
 }
 
-/// The position of the legend on the right side of the plot, where the lines leave room.
+/// The vertical position of the legend, at the right edge of the plot. The caller chooses a position where no
+/// lines are.
 #[derive(Clone, Copy)]
 pub(crate) enum Legend {
     Above,
@@ -32,7 +33,8 @@ pub(crate) enum Legend {
     Below,
 }
 
-/// Colours that people with colour blindness can also distinguish (Okabe and Ito, 2008), and three more.
+/// The colours of the lines: six that people with colour blindness can distinguish (Okabe and Ito, 2008), and
+/// three more.
 const COLOURS: [(u8, u8, u8); 9] = [
     (0, 114, 178),
     (213, 94, 0),
@@ -48,7 +50,7 @@ const COLOURS: [(u8, u8, u8); 9] = [
 /// The width and height of a panel.
 const PANEL: (u32, u32) = (640, 480);
 
-/// Checks that a plot can be written to a file. Called before the data is computed.
+/// Checks that a plot can be written to a file. Call this before the data is computed.
 pub(crate) fn writable(path: &Path) -> Result<()> {
     let existed = path.exists();
     let opened = std::fs::OpenOptions::new().create(true).append(true).open(path);
@@ -56,7 +58,7 @@ pub(crate) fn writable(path: &Path) -> Result<()> {
     tried.map_err(|error| Error::Plot { path: path.to_owned(), reason: error.to_string() })
 }
 
-/// Draws series with error bars and a legend, with panels side by side.
+/// Draws the panels side by side, each with its series, error bars and legend.
 pub(crate) fn draw(path: &Path, panels: &[(Frame<'_>, Vec<Series>)]) -> Result<()> {
     try_draw(path, panels).map_err(|reason| Error::Plot { path: path.to_owned(), reason: reason.to_string() })
 }

@@ -1,4 +1,4 @@
-//! Shows progress on standard error, if that is a terminal, and prints the answer to standard output as it
+//! Shows progress on standard error if it is a terminal, and prints the answer to standard output as it
 //! grows.
 
 use std::io::{IsTerminal, Write};

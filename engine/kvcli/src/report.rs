@@ -55,12 +55,12 @@ struct BlocksJson {
     pools: CacheReport,
 }
 
-/// The tokens that the model would choose along a given answer.
+/// The tokens that the model would choose at each position of a given answer.
 #[derive(Serialize)]
 pub(crate) struct ReadBackJson {
     /// The prompt's tokens.
     prompt: Vec<u32>,
-    /// The most likely token at each answer token's position, and after the last token if there was room.
+    /// The most likely token at the position of each answer token and, if there was room, after the last one.
     likeliest: Vec<u32>,
 }
 
@@ -76,15 +76,16 @@ impl ReadBackJson {
     }
 }
 
-/// The documents that slept before a prompt was asked, and their state afterwards.
+/// A report on sleeping documents: counts as of the end of the request, and the sizes of the pieces that were
+/// asleep before it.
 #[derive(Serialize)]
 pub(crate) struct SleepJson {
     form: String,
-    /// The number of pieces that fell asleep so far.
+    /// The number of pieces that have been put to sleep so far.
     slept: u64,
-    /// The number of pieces that hits woke.
+    /// The number of pieces that have been woken so far.
     woken: u64,
-    /// The number of pieces that could not be read back.
+    /// The number of sleeping pieces that could not be read back and were lost.
     lost: u64,
     /// The size on the device of the pieces that were asleep before the prompt, in bytes.
     device_bytes: usize,
@@ -95,8 +96,8 @@ pub(crate) struct SleepJson {
 }
 
 impl SleepJson {
-    /// Creates the report. `asleep` counts the pieces that were asleep before the prompt; `report` was
-    /// created after it.
+    /// Creates the report. `asleep` must describe the pieces that were asleep before the request, and
+    /// `report` must have been created after it. Returns `None` if there is no chunk cache.
     pub(crate) fn new(form: SleepForm, asleep: SleepUsage, report: &CacheReport) -> Option<Self> {
         let counted = report.chunk_cache.as_ref()?;
         Some(Self {
@@ -127,13 +128,14 @@ impl fmt::Display for SleepJson {
     }
 }
 
-/// The number of decode steps by how they ran, for a backend that captures graphs.
+/// The number of decode steps by how they ran, and of rejected captures, for a backend that captures graphs.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(transparent)]
 pub(crate) struct GraphsJson(GraphCounts);
 
 impl GraphsJson {
-    /// Returns the counts, or `None` if no step could be captured.
+    /// Returns the counts, or `None` if all of them are 0, for example because the backend cannot capture
+    /// steps.
     pub(crate) fn of(engine: &Engine) -> Option<Self> {
         let counts = engine.graph_counts();
         (counts != GraphCounts::default()).then_some(Self(counts))
@@ -187,7 +189,7 @@ pub(crate) fn answer_json<'a>(
     }
 }
 
-/// The style of tables: a single line, below the header.
+/// The style of tables: the only line is below the header.
 const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 
 /// Creates an empty table with a header, in the style shared by all tables.

@@ -19,21 +19,23 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchKind {
-    /// Serve prompts like a retrieval service's, and report hits, times to first token and memory.
+    /// Answer prompts like the ones that a retrieval service sends, and report cache hits, times to first
+    /// token and memory use.
     Rag(RagArgs),
-    /// Answer requests that arrive while others are running, and report tokens per second and times to
-    /// tokens.
+    /// Answer requests that arrive while other requests are running, and report tokens per second, times to
+    /// first token and times between tokens.
     Serve(ServeArgs),
 }
 
-/// Options for the model to measure, and for the device that it runs on.
+/// Options for the model to measure and for its device.
 #[derive(Debug, Args)]
 pub(crate) struct MeasuredArgs {
-    /// GGUF file or Hugging Face directory of the model. Default (also without --size): the built-in model.
+    /// GGUF file or Hugging Face directory with the model. Default, unless --size is given: the built-in
+    /// model.
     #[arg(long, value_name = "PATH", conflicts_with = "size")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Use a Llama with random weights and this many layers and this width, as in `8x1024`.
+    /// Use a Llama with random weights, given as LAYERSxWIDTH, such as `8x1024`.
     #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
     pub(crate) size: Option<(usize, usize)>,
 
@@ -74,19 +76,19 @@ pub(crate) struct RagArgs {
     #[command(flatten)]
     pub(crate) on: MeasuredArgs,
 
-    /// Requests per workload.
+    /// Number of requests per workload.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = at_least_one)]
     pub(crate) requests: usize,
 
-    /// Documents in the library.
+    /// Number of documents in the library.
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = at_least_one)]
     pub(crate) documents: usize,
 
-    /// Tokens per document.
+    /// Number of tokens per document.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = at_least_one)]
     pub(crate) document_tokens: usize,
 
-    /// Documents per request.
+    /// Number of documents per request.
     #[arg(long, value_name = "K", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) per_request: usize,
 
@@ -94,11 +96,11 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "S", conflicts_with = "repetition")]
     pub(crate) zipf: Option<f64>,
 
-    /// Draw a document that was used before with this probability, otherwise a new one.
+    /// Probability of drawing a document that an earlier request used instead of a new one.
     #[arg(long, value_name = "P")]
     pub(crate) repetition: Option<f64>,
 
-    /// Share of requests whose system prompt differs from the previous request's.
+    /// Fraction of requests whose system prompt differs from the previous request's.
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub(crate) system_changes: f64,
 
@@ -114,7 +116,7 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "MODE", default_value = "with-system", value_parser = mode)]
     pub(crate) chunks: ComputeMode,
 
-    /// Share of the KV memory reserved for documents.
+    /// Fraction of the KV memory to reserve for documents.
     #[arg(long, value_name = "SHARE", default_value_t = 0.5, value_parser = share)]
     pub(crate) memory_share: f64,
 
@@ -156,7 +158,8 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub(crate) requests: usize,
 
-    /// Requests per second, as a Poisson process. Default: all requests arrive at the start.
+    /// Average number of requests per second; arrivals are a Poisson process. Default: all requests arrive at
+    /// the start.
     #[arg(long, value_name = "R", allow_negative_numbers = true)]
     pub(crate) rate: Option<f64>,
 
@@ -168,11 +171,12 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub(crate) answer_tokens: usize,
 
-    /// Number of tokens that all prompts share at the start (such as instructions), in addition to their own.
+    /// Number of tokens, such as instructions, at the start of every prompt that all prompts share. They come
+    /// in addition to the prompt's own tokens.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) shared_prefix: usize,
 
-    /// Compute the shared prefix first and keep it, even if requests need its memory.
+    /// Compute the shared prefix first, and keep it cached even when requests need its memory.
     #[arg(long, requires = "shared_prefix")]
     pub(crate) pin: bool,
 
@@ -184,7 +188,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
     pub(crate) step_tokens: usize,
 
-    /// Host memory, in MiB, for requests that are paused when memory for keys and values runs short. With 0,
+    /// Host memory, in MiB, for requests that are paused when memory for keys and values runs out. With 0,
     /// paused requests are recomputed.
     #[arg(long, value_name = "MIB", default_value_t = 512)]
     pub(crate) swap_memory: usize,

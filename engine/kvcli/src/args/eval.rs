@@ -33,13 +33,13 @@ pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) asking: AskingArgs,
 
-    /// Quantity to measure: right answers; divergence from full attention along full attention's own
-    /// answers, which needs only a few dozen questions to rank strategies; or both.
+    /// Quantity to measure: the number of right answers; the divergence from full attention along the answers
+    /// of full attention, which ranks strategies with only a few dozen questions; or both.
     #[arg(long, value_enum, default_value = "answers", conflicts_with = "gate")]
     pub(crate) measure: MeasureName,
 
-    /// Strategy for answering: full, or POSITIONS,MODE,STRATEGY. May be repeated. Default: full attention,
-    /// every cell, and the strategies.
+    /// Strategy to evaluate: full, or POSITIONS,MODE,STRATEGY. May be repeated. Default: full attention,
+    /// every combination of positions and mode, and the strategies of --strategy.
     #[arg(long = "arm", value_name = "ARM", value_parser = arm, conflicts_with_all = ["gate", "strategies", "positions"])]
     pub(crate) arms: Vec<Arm>,
 
@@ -65,8 +65,8 @@ pub(crate) struct EvalArgs {
     #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute)]
     pub(crate) strategies: Vec<Recompute>,
 
-    /// Check whether reuse suits this model: some results must be equal, and local questions must be answered
-    /// as well as with full attention. Exit code 1 if not.
+    /// Check whether reuse suits this model: results that should be equal must be equal, and local questions
+    /// must be answered as well as with full attention. Exits with code 1 if they are not.
     #[arg(long)]
     pub(crate) gate: bool,
 
@@ -75,12 +75,12 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_enum)]
     pub(crate) positions: Option<Positions>,
 
-    /// Context temperature (see `kvc run --help`). This option and --context-scale add two rows, one per
-    /// mode, in which the question sees documents with this scaling.
+    /// Context temperature (see `kvc run --help`). This option and --context-scale add one row per mode, in
+    /// which the question's attention to documents is scaled.
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive, conflicts_with = "gate")]
     pub(crate) context_temperature: f32,
 
-    /// Context scale (see --context-temperature).
+    /// Context scale (see `kvc run --help` and --context-temperature).
     #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = positive, conflicts_with = "gate")]
     pub(crate) context_scale: f32,
 
@@ -89,7 +89,7 @@ pub(crate) struct EvalArgs {
     pub(crate) chunks: Option<ComputeMode>,
 
     /// With --gate: maximum loss of accuracy, in percentage points. Reuse passes if the answers show with 95
-    /// % confidence that it loses no more.
+    /// % confidence that the loss is not larger.
     #[arg(long, value_name = "POINTS", default_value_t = 2.0, value_parser = points, requires = "gate")]
     pub(crate) within: f64,
 

@@ -27,7 +27,7 @@ use kvchunk::{ComputeMode, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
 use kvengine::DEFAULT_GRAPHS;
 
-/// Run a language model that computes documents' keys and values once and reuses them at any position.
+/// Run a language model that computes the keys and values of documents once and reuses them at any position.
 #[derive(Debug, Parser)]
 #[command(name = "kvc", version, propagate_version = true)]
 #[command(after_help = "\
@@ -47,7 +47,7 @@ pub(crate) struct Cli {
 }
 
 impl Cli {
-    /// Parses the command line. Wrong usage ends the program with exit code 2.
+    /// Parses the command line. Exits with code 2 if the arguments are invalid.
     pub(crate) fn of_the_program() -> Self {
         let cli = Self::parse();
         if let Command::Run(args) = &cli.command
@@ -60,7 +60,7 @@ impl Cli {
 }
 
 impl RunArgs {
-    /// Returns a message if an option has no effect on the chosen cache.
+    /// Returns an error message if a given option does not apply to the chosen kind of cache.
     fn without_effect(&self) -> Option<&'static str> {
         match self.cache {
             Cache::Paged | Cache::Grouped if self.max_len.is_some() => {
@@ -82,12 +82,12 @@ pub(crate) enum Command {
     Run(Box<RunArgs>),
     /// Measure the accuracy of answers with and without reuse, and the cost of each strategy.
     Eval(Box<EvalArgs>),
-    /// Find the cheapest reuse settings with a bounded loss compared with full attention, and write them to a
-    /// file for --reuse.
+    /// Find the cheapest reuse settings whose loss compared with full attention is within a limit, and write
+    /// them to a file for --reuse.
     Tune(Box<TuneArgs>),
     /// Measure a workload.
     Bench(Box<BenchArgs>),
-    /// List the machine's devices that --backend accepts, with their limits and features.
+    /// List the devices of this machine that --backend accepts, with their limits and features.
     Devices(DevicesArgs),
 }
 
@@ -150,12 +150,12 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value = "blake3")]
     pub(crate) hash: Hash,
 
-    /// If a document is not cached under this system prompt, use a copy that was computed under another
-    /// system prompt that is not longer. Faster, but the error is unbounded.
+    /// If a document is not cached for this system prompt, use a copy that was computed with another system
+    /// prompt of at most the same length. Faster, but the error is unbounded.
     #[arg(long)]
     pub(crate) cross_system_reuse: bool,
 
-    /// Recompute everything under the same mask, which gives the same answer more slowly.
+    /// Compute everything from scratch with the same attention mask. The answer is the same but takes longer.
     #[arg(long, conflicts_with = "chunk_sleep")]
     pub(crate) no_chunk_cache: bool,
 
@@ -185,10 +185,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
     pub(crate) block_size: usize,
 
-    /// Kind of cache. paged: blocks on demand, with chunks and shared prefixes. static: one run of slots for
-    /// the prompt and its answer. grouped: blocks on demand, with one pool per group of layers; layers with a
-    /// sliding window free the blocks that leave it. Only a paged cache keeps documents: with other
-    /// kinds, prompts in parts need `--full-attention`.
+    /// Kind of cache. paged: blocks on demand, with chunks and shared prefixes. static: one contiguous run of
+    /// slots for the prompt and its answer. grouped: blocks on demand, with one pool per group of layers;
+    /// layers with a sliding window free the blocks that have left the window. Only a paged cache keeps
+    /// documents: with other kinds, prompts in parts need `--full-attention`.
     #[arg(long, value_enum, default_value = "paged")]
     pub(crate) cache: Cache,
 
@@ -201,7 +201,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// Share of --kv-memory reserved for documents; prompts use the rest. Default: half.
+    /// Fraction of --kv-memory to reserve for documents; prompts use the rest. Default: 0.5.
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) memory_share: Option<f64>,
 
@@ -216,8 +216,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = DEFAULT_GRAPHS)]
     pub(crate) graphs: usize,
 
-    /// Number of threads for the CPU backend, and for matrix products. Default: one per processor for the
-    /// backend, one per physical core for products.
+    /// Number of threads for the CPU backend and for matrix products. Default: one per logical processor for
+    /// the backend, and one per physical core for matrix products.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) threads: Option<usize>,
 
@@ -289,7 +289,7 @@ pub(crate) enum WeightsFormat {
     Q8,
 }
 
-/// A backend, by name. The program's features decide which backends are built in.
+/// A backend, by name. The program's Cargo features determine which backends are built in.
 #[derive(Debug, Clone)]
 pub(crate) enum BackendName {
     Cpu,
@@ -356,7 +356,7 @@ fn recompute(text: &str) -> Result<Recompute, String> {
     text.parse().map_err(|error: kvchunk::Error| error.to_string())
 }
 
-/// Parses a share between 0 and 1, both excluded.
+/// Parses a fraction above 0 and below 1.
 fn share(text: &str) -> Result<f64, String> {
     number(text, |&share| share > 0.0 && share < 1.0, "a number above 0 and below 1")
 }

@@ -26,7 +26,7 @@ pub(crate) struct PromptArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) messages: Option<PathBuf>,
 
-    /// System prompt: the system message with --chat, otherwise the text before everything else.
+    /// System prompt: the system message with --chat, otherwise text at the start of the prompt.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, conflicts_with = "messages")]
     pub(crate) system: Option<String>,
 
@@ -45,12 +45,12 @@ pub(crate) struct PromptArgs {
     #[arg(long)]
     pub(crate) chat: bool,
 
-    /// Earlier prompt in the same form (with --document: another question about the documents). It is
-    /// answered first, without output, to fill the cache. May be repeated.
+    /// Prompt to answer first, without output, to fill the cache. It has the same form as the prompt; with
+    /// --document, it is another question about the documents. May be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) warm: Vec<String>,
 
-    /// File with an earlier prompt, answered after the ones from --warm. May be repeated.
+    /// File with a prompt to answer first, after all prompts from --warm. May be repeated.
     #[arg(long, value_name = "FILE")]
     pub(crate) warm_file: Vec<PathBuf>,
 }

@@ -26,7 +26,8 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
     top_k: usize,
 
-    /// Draw only from the most likely tokens whose probabilities together reach P; 1 draws from all.
+    /// Draw only from the smallest set of most likely tokens whose total probability reaches P; 1 draws from
+    /// all.
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = top_p, allow_negative_numbers = true)]
     top_p: f32,
 
@@ -34,8 +35,8 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = min_p, allow_negative_numbers = true)]
     min_p: f32,
 
-    /// Penalty for tokens that occur in the prompt or the answer: above 1 makes them less likely, 1 changes
-    /// nothing.
+    /// Penalty for tokens that occur in the prompt or the answer. Values above 1 make these tokens less
+    /// likely; 1 changes nothing.
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = super::positive, allow_negative_numbers = true)]
     repetition_penalty: f32,
 
@@ -43,7 +44,7 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = finite, allow_negative_numbers = true)]
     presence_penalty: f32,
 
-    /// Lower the logit of a token by X for every occurrence in the answer; 0 changes nothing.
+    /// Lower the logit of a token by X for each time that it occurs in the answer; 0 changes nothing.
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = finite, allow_negative_numbers = true)]
     frequency_penalty: f32,
 
@@ -51,7 +52,7 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "ID=X", value_parser = bias)]
     pub(crate) logit_bias: Vec<(u32, f32)>,
 
-    /// Search for the most likely whole answer with N beams; 1 chooses token by token.
+    /// Search for the most likely whole answer with N beams; 1 chooses the answer token by token.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = super::at_least_one)]
     beams: usize,
 
@@ -60,8 +61,8 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = finite, allow_negative_numbers = true)]
     length_penalty: f32,
 
-    /// Guess up to N tokens ahead in each step, from what followed the same tokens earlier. The answer is the
-    /// same. Saves time if answers quote their documents. 0 turns guessing off.
+    /// Guess up to N tokens in each step: the tokens that followed an earlier occurrence of the last tokens.
+    /// The answer does not change. Saves time if answers quote their documents. 0 turns guessing off.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) lookup: usize,
 
@@ -117,7 +118,8 @@ impl SamplingArgs {
         (!self.answer.is_empty()).then(|| self.answer.as_slice().into())
     }
 
-    /// Returns the first filter that has no effect because the most likely token is always chosen.
+    /// Returns an error message if a filter was given but has no effect, because the most likely token is
+    /// always chosen.
     pub(crate) fn without_effect(&self) -> Option<&'static str> {
         if self.temperature > 0.0 {
             return None;

@@ -6,16 +6,16 @@ use kvengine::ChunkSleep;
 
 use super::at_least_one;
 
-/// Options for sleeping documents, shared by commands that reuse documents.
+/// Options for sleeping documents, shared by all commands that reuse documents.
 #[derive(Debug, Args)]
 pub(crate) struct SleepArgs {
-    /// Move documents to host memory when no prompt needs them, and back on a hit: unchanged (plain),
-    /// compressed without loss (compressed), or in fewer bits (int8, int4, fp8-e4m3, fp8-e5m2, as for
-    /// --dtype). With fewer bits, the error of later hits is unbounded.
+    /// Move documents to host memory when no prompt needs them, and back on a hit. The form is plain
+    /// (unchanged), compressed (without loss), or a format with fewer bits (int8, int4, fp8-e4m3 or fp8-e5m2,
+    /// as for --dtype). With fewer bits, the error of later hits is unbounded.
     #[arg(long, value_name = "FORM", value_parser = form)]
     chunk_sleep: Option<SleepForm>,
 
-    /// Host memory for sleeping documents, in MiB. Default: the same amount as documents have on the
+    /// Host memory for sleeping documents, in MiB. Default: as much as is reserved for documents on the
     /// device.
     #[arg(long, value_name = "MIB", requires = "chunk_sleep", value_parser = at_least_one)]
     chunk_sleep_memory: Option<usize>,

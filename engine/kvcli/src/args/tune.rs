@@ -26,7 +26,7 @@ pub(crate) struct TuneArgs {
     pub(crate) asking: AskingArgs,
 
     /// Maximum loss of accuracy compared with full attention, in percentage points. A candidate passes if its
-    /// answers show with 95 % confidence that it loses no more.
+    /// answers show with 95 % confidence that its loss is not larger.
     #[arg(long, value_name = "POINTS", default_value_t = 2.0, value_parser = points)]
     pub(crate) within: f64,
 

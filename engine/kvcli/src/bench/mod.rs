@@ -61,8 +61,8 @@ fn rag(args: &RagArgs) -> Result<()> {
     }
 }
 
-/// Returns the requested workload, or by default four: Zipf with exponent 1, and repetition of 0.8, 0.5 and
-/// 0.1.
+/// Returns the requested workload or, by default, four workloads: Zipf's law with exponent 1, and repetition
+/// with probabilities 0.8, 0.5 and 0.1.
 fn popularities(args: &RagArgs) -> Vec<Popularity> {
     match (args.zipf, args.repetition) {
         (Some(s), _) => vec![Popularity::Zipf(s)],

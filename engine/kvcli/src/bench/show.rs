@@ -25,7 +25,7 @@ fn percent(share: f64) -> String {
 /// A function that returns a row's cell for one workload.
 type Cell<'a> = Box<dyn Fn(&RagReport) -> String + 'a>;
 
-/// Writes hits, times and the predicted speed-up, with one column per workload.
+/// Writes a table of hits, times and the predicted speed-up, with one column per workload.
 pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<()> {
     let names: Vec<String> = reports.iter().map(|report| name(report.workload.popularity)).collect();
     let header: Vec<&str> = [""].into_iter().chain(names.iter().map(String::as_str)).collect();
@@ -121,7 +121,7 @@ fn value(unit: &str, number: f64) -> String {
     if unit == "seconds" { format!("{:.4} ms", 1e3 * number) } else { percent(number) }
 }
 
-/// Writes the times for one prompt, cold and cached.
+/// Writes a table that compares the times to first token of one prompt, with and without cached parts.
 pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Result<()> {
     let mut table = table(&["one prompt", "TTFT", "against", "TTFT", "times as fast", "target"]);
     let ms = |took: std::time::Duration| format!("{:.2} ms", took.as_secs_f64() * 1e3);
@@ -152,7 +152,7 @@ pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Re
     Ok(())
 }
 
-/// Plots times to first token in order of arrival.
+/// Plots the time to first token of each request, in order of arrival.
 pub(super) fn plot(path: &Path, report: &RagReport) -> Result<()> {
     let point = |request: usize, ms: f64| (request as f64, ms, 0.0);
     let with = report.arrivals.iter().map(|a| point(a.request, a.ttft_ms)).collect();

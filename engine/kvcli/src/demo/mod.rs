@@ -69,7 +69,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     verdict(&outcomes)
 }
 
-/// Returns the questions, each with the documents in a different order.
+/// Returns the demo's questions. The order of the documents differs from question to question.
 fn trials() -> Result<Vec<DemoQuestion>> {
     let lines = embedded::QUESTIONS.lines().filter(|line| !line.trim().is_empty());
     let trials: Result<Vec<DemoQuestion>> = lines
@@ -217,7 +217,7 @@ impl Answered {
         self.answer == self.expected
     }
 
-    /// Returns true if the cache changed nothing, apart from rounding.
+    /// Returns true if the answers with and without the cache are the same up to rounding.
     fn is_unchanged(&self) -> bool {
         self.same_answer_without_cache && self.largest_logit_difference < 1e-3
     }

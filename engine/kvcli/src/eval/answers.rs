@@ -1,4 +1,4 @@
-//! Answer files: one JSON object per line, with the name of its arm.
+//! Answer files: one JSON object per line, each with an answer and the name of its arm.
 
 use std::collections::HashSet;
 use std::io::Write;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Writes every answer.
+/// Writes every answer to a file.
 pub(super) fn write(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
     #[derive(Serialize)]
     struct AnswerLine<'a> {

@@ -17,8 +17,8 @@ const MODES: [(ComputeMode, &str); 2] = [
 ];
 
 /// Plots right answers (or divergence from full attention if answers were not measured) against the prefill's
-/// operation count, with one line per family of strategies. Shows the last kind of question that was asked,
-/// which depends most on other documents.
+/// operation count, with one line per family of strategies. Only the last kind of question is plotted,
+/// because its answers depend most on other documents.
 pub(super) fn plot(path: &Path, scores: &[Score], draws: usize, positions: PositionStrategy) -> Result<()> {
     let kinds = kinds(scores);
     let Some(kind) = kinds.last().copied() else { return Ok(()) };
@@ -68,8 +68,9 @@ pub(super) fn plot(path: &Path, scores: &[Score], draws: usize, positions: Posit
     draw(path, &panels)
 }
 
-/// Returns a line for each family, which starts at the point without recomputation. If there are no
-/// families, returns the points without recomputation.
+/// Returns one line per family, through the points without recomputation and the points of the family's
+/// strategies. Families with a single strategy are left out if another family has more. If there are no
+/// families, returns all points as one line.
 fn series(scores: &[&Score], point: impl Fn(&Score) -> (f64, f64, f64)) -> Vec<Series> {
     let mut families: Vec<String> = Vec::new();
     for score in scores {
@@ -96,8 +97,8 @@ fn series(scores: &[&Score], point: impl Fn(&Score) -> (f64, f64, f64)) -> Vec<S
     lines
 }
 
-/// Returns a strategy's family: its name without the number of tokens to choose. A strategy without such a
-/// number has no family.
+/// Returns a strategy's family: its name without the number or fraction of tokens to choose, and without a
+/// seed. A strategy without such a number has no family.
 fn family(recompute: &Recompute) -> Option<String> {
     let name = recompute.name();
     let (family, choice) = name.split_once(':')?;

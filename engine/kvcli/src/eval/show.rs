@@ -8,8 +8,8 @@ use super::kinds;
 use crate::error::Result;
 use crate::report::table as styled;
 
-/// The minimum number of draws to show intervals for. With two draws, most intervals would exceed the
-/// possible range.
+/// The minimum number of draws for which intervals are shown. With two draws, most intervals would extend
+/// beyond the possible range.
 pub(super) const DRAWS: usize = 3;
 
 /// Writes one row per arm, with a column for each kind of question. Costs are relative to full attention.
