@@ -10,8 +10,8 @@ use serde::Serialize;
 /// The settings of an engine, such as the memory and the layout of its caches.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineConfig {
-    /// The format of the stored keys and values. The scales of an fp8 format are set when the engine is
-    /// created, by a pass over 256 sample tokens.
+    /// The format of the stored keys and values. If it is an fp8 format, a pass over 256 sample tokens
+    /// determines its scales when the engine is created.
     pub kv_format: KvFormat,
     /// Whether keys are stored rotated or unrotated.
     pub keys: KeyForm,
@@ -25,8 +25,8 @@ pub struct EngineConfig {
     pub max_len: MaxLen,
     /// The length of a typical request in tokens, including its answer. A grouped cache divides its memory
     /// between its groups for requests of this length. In a group with a window, a request uses blocks for at
-    /// most `window + step_tokens` tokens. Longer requests leave blocks of window groups unused, and shorter
-    /// requests leave blocks of the other groups unused.
+    /// most `window + step_tokens` tokens. If most requests are longer, some blocks of the groups with a
+    /// window stay unused; if most are shorter, some blocks of the other groups do.
     pub typical_len: usize,
     /// The memory for keys and values, in bytes. `None` allocates enough for eight prompts of the model's
     /// maximum length, but at most [`DEFAULT_KV_MEMORY`].
@@ -45,23 +45,23 @@ pub struct EngineConfig {
     /// Whether whole pools can [sleep](crate::Engine::sleep). If true, the engine reserves address space, so
     /// that it can release memory and later get it back at the same addresses.
     pub enable_sleep_mode: bool,
-    /// The salt that separates tenants. It is part of every key. The engine's operator must choose it, never
-    /// a client.
+    /// A salt that keeps this engine's cached contents apart from the contents of engines for other tenants.
+    /// It is part of every key. The engine's operator must choose it, never a client.
     pub tenant_salt: Vec<u8>,
     /// The maximum number of captured decode-step graphs to keep, if the backend and the dense steps support
     /// capture. If 0, every step runs operation by operation. The answers do not depend on this setting.
     pub graphs: usize,
     /// The limits on requests that are answered at the same time.
     pub scheduling: Scheduling,
-    /// The maximum amount of host memory for preempted requests, in bytes. Their blocks are copied there if
-    /// the engine measures that this takes less time than recomputing them. The memory is allocated when it
-    /// is first needed; 0 allocates none.
+    /// The maximum amount of host memory for preempted requests, in bytes. A preempted request's blocks are
+    /// copied there if, according to the engine's measurements, this takes less time than recomputing them.
+    /// The memory is allocated when it is first needed; 0 allocates none.
     pub swap_memory: usize,
     /// Whether the profiler records spans.
     pub profile: bool,
 }
 
-/// Host memory for chunks that are rarely used.
+/// The settings for chunks that sleep in host memory while they are rarely used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSleep {
     /// The form in which chunks are stored while they sleep.
@@ -98,8 +98,8 @@ impl Default for EngineConfig {
 /// The limits on requests that are answered at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scheduling {
-    /// The maximum number of tokens in a pass. A longer prompt is computed in pieces. Activations therefore
-    /// need memory for at most this many rows, and running answers continue between two pieces.
+    /// The maximum number of tokens per pass. A longer prompt is computed in pieces, so activations need
+    /// memory for at most this many rows, and running answers continue between the pieces.
     pub step_tokens: usize,
     /// The maximum number of answers that run at once.
     pub running: usize,
@@ -113,7 +113,8 @@ impl Default for Scheduling {
     }
 }
 
-/// The default of [`EngineConfig::graphs`]. The steps of a request with 4,000 tokens need five graphs.
+/// The default of [`EngineConfig::graphs`]. The decode steps of a single request need about five graphs by
+/// the time it has 4,000 tokens.
 pub const DEFAULT_GRAPHS: usize = 16;
 
 /// The default of [`EngineConfig::swap_memory`] in bytes: 512 MiB.

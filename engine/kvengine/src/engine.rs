@@ -61,11 +61,12 @@ impl Engine {
     /// of chunks, and each may evict cached blocks of the other. Neither engine finds the other's cached
     /// contents, because every key covers the model, its rotary embeddings and its tokenizer.
     ///
-    /// An fp8 cache keeps the scales of this engine's model. A replica of the other model that was created
-    /// with [`new`](Self::new) therefore does not find the new engine's chunks.
+    /// An fp8 cache keeps the scales of this engine's model, and scales are part of every key. An engine that
+    /// was created with [`new`](Self::new) for the other model therefore does not find the new engine's
+    /// chunks.
     ///
-    /// Both engines enqueue their work on one stream, so one engine may receive a delayed error that the
-    /// other engine caused. Both use the tenants and the chunk cache settings of this engine, and
+    /// Both engines enqueue their work on the same stream, so a delayed error that one engine caused may be
+    /// reported to the other. Both use the tenants and the chunk cache settings of this engine, and
     /// [`report`](Self::report) counts the blocks of both engines. A request does not wait for blocks that
     /// the other engine holds; it fails with [`OutOfBlocks`](kvcore::Error::OutOfBlocks).
     ///
@@ -89,7 +90,7 @@ impl Engine {
         Request { cell, ..Request::new(prompt) }
     }
 
-    /// Returns the backend. Its counters include the number of bytes that were moved.
+    /// Returns the backend. Its counters include the number of bytes copied so far.
     pub fn backend(&self) -> &dyn Backend {
         self.runner.setup.backend.as_ref()
     }
@@ -99,9 +100,9 @@ impl Engine {
         &self.runner.profiler
     }
 
-    /// Returns the cache of sequences and system prompts. For a grouped cache, it is the first group's cache.
-    /// Sequences have the same IDs and lengths in all groups, and [`report`](Self::report) describes the
-    /// other groups.
+    /// Returns the cache of sequences and system prompts. If the cache is grouped, returns the first group's
+    /// cache; sequences have the same IDs and lengths in all groups. [`report`](Self::report) also describes
+    /// the other groups.
     pub fn cache(&self) -> &dyn KvCache {
         self.runner.caches.first()
     }
@@ -114,8 +115,8 @@ impl Engine {
     /// Joins a group of engines with the same model. After this call, this engine pulls missing chunks from
     /// the other engines, and computes only the chunks that no engine supplies. To share its own chunks, an
     /// engine must serve its [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device).
-    /// Engines with fp8 caches must have calibrated to the same scales, which requires the same backend and
-    /// instruction set.
+    /// Engines with fp8 caches must have been calibrated to the same scales, which requires the same backend
+    /// and instruction set.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -152,8 +153,8 @@ impl Engine {
         self.runner.replica_device()
     }
 
-    /// Returns the number of decode steps that used graphs, by how they ran. All counts are 0 if the backend
-    /// or the dense steps do not support capture.
+    /// Returns the number of decode steps that went through the graph cache, by how they ran. All counts are
+    /// 0 if the backend or the dense steps do not support capture.
     pub fn graph_counts(&self) -> GraphCounts {
         self.runner.graph_counts()
     }
@@ -169,10 +170,10 @@ impl Engine {
         self.scheduler.check_invariants()
     }
 
-    /// Answers a request. Requests submitted earlier are computed in the same steps. Calls `observer` for the
-    /// layers of the prefill and for each token of the answer. The observer may stop the request at any of
-    /// these calls. It may also end the answer after any token, as a [`TextStream`](kvmodel::TextStream) does
-    /// at a stop string. Only one answer is sampled.
+    /// Answers a request. Requests that were submitted earlier are computed in the same steps. Calls
+    /// `observer` after each layer of the prefill and after each token of the answer. The observer may stop
+    /// the request at any of these calls. It may also end the answer after any token, as a
+    /// [`TextStream`](kvmodel::TextStream) does at a stop string. Only one answer is sampled.
     ///
     /// # Errors
     /// After an error, no blocks are held for the request.
@@ -278,8 +279,8 @@ impl Engine {
     }
 
     /// Pins the cached blocks at the start of a request's prompt, or of a chunked prompt's system prompt.
-    /// Computes nothing, so answer a request with the same start first. Only requests with the same tenant
-    /// and RoPE regime can find the blocks.
+    /// This call computes nothing, so a request with the same start must have been answered before. Only
+    /// requests with the same tenant and RoPE regime can find the blocks.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -314,7 +315,7 @@ impl Engine {
     }
 
     /// Puts whole pools to sleep and releases their device memory. Pools that are already asleep stay asleep.
-    /// If a pool cannot sleep, the pools that this call has put to sleep are woken again.
+    /// If one of the pools cannot sleep, this call wakes the pools that it has already put to sleep.
     ///
     /// While the chunk pool sleeps, requests are answered without it. While the pool of sequences sleeps,
     /// [`generate`](Self::generate) returns [`Error::Asleep`].
@@ -362,8 +363,8 @@ impl Engine {
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Allocation`] if there is not enough memory, and the errors of the stream. In
-    /// that case, the pool stays asleep and can be woken later. Returns [`Error::NoSleepMode`] like
-    /// [`sleep`](Self::sleep).
+    /// these cases, the pool stays asleep and can be woken later. Returns [`Error::NoSleepMode`] if sleep
+    /// mode is off.
     pub fn wake_up(&mut self, tags: &[PoolTag]) -> Result<bool> {
         let mut slept = false;
         for &tag in tags {

@@ -24,7 +24,7 @@ pub enum Error {
         /// The error from the system.
         source: std::io::Error,
     },
-    /// A file with tuned reuse settings is malformed.
+    /// A file that should contain tuned reuse settings is malformed.
     #[error("{path} holds no tuned reuse: {reason}")]
     Tuned {
         /// The path of the file.
@@ -76,7 +76,7 @@ pub enum Error {
     /// The request was stopped by its observer.
     #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
     Cancelled,
-    /// A pass over the tokens of several requests failed.
+    /// A pass failed that computed tokens of several requests.
     #[error("the pass over this and other requests failed: {0}")]
     Pass(std::sync::Arc<Error>),
     /// The request took longer than its time limit.

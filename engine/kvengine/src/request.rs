@@ -1,4 +1,4 @@
-//! Requests with their settings, and their answers.
+//! Requests, their settings and their answers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ impl PromptTokens {
         }
     }
 
-    /// Returns the prompt with documents that its chunks may see while they are computed; see
+    /// Returns the prompt with decoys: documents that its chunks may see while they are computed; see
     /// [`ChunkedPrompt::with_decoys`]. An ordinary prompt is returned unchanged.
     ///
     /// # Errors
@@ -75,54 +75,57 @@ pub struct Request {
     pub scaling: ContextScaling,
     /// The tag of the chunk cache tenant that owns the chunks; `None` for the default tenant.
     pub tenant: Option<String>,
-    /// The number of answers to sample. The prompt is computed once. Each answer has its own seed, counting
-    /// up from [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) returns only one answer. A
+    /// The number of answers to sample. The prompt is computed once. The answer with index `i` uses the seed
+    /// `i` above [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) returns only one answer. A
     /// request with a [forced](Self::forced) answer has one sample.
     pub samples: usize,
     /// The settings of a beam search for the most likely whole answers. The search returns the best
     /// [`samples`](Self::samples) answers, best first. If `None`, answers are chosen token by token.
     pub beams: Option<BeamSearch>,
-    /// The request's priority. Waiting requests with a higher priority come first; requests with the same
-    /// priority are ordered by arrival. If memory is short, the last request in this order is preempted.
+    /// The request's priority. Requests with a higher priority are served first; requests with the same
+    /// priority are served in order of arrival. If there are too few blocks, the last request in this order
+    /// is preempted.
     pub priority: i32,
     /// The time after which the request ends with [`Error::TimeOut`].
     pub time_limit: Option<Duration>,
-    /// The priority of the prompt's cached blocks while no request holds them, and the duration of this
-    /// priority. It only has an effect if [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy)
-    /// evicts by priority. For a chunked prompt, it applies to the blocks of the question.
+    /// The eviction priority of the prompt's cached blocks while no request holds them, and the time for
+    /// which this priority lasts. It only has an effect if
+    /// [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy) evicts by priority. For a chunked
+    /// prompt, it applies to the blocks of the question.
     pub retention: Option<Retention>,
     /// The maximum number of tokens in the answer.
     pub max_new_tokens: usize,
     /// The sampling settings.
     pub sampling: Sampling,
-    /// The maximum number of tokens to guess in each step (prompt lookup decoding). Guesses are the tokens
-    /// that followed an earlier occurrence of the last tokens in the prompt or the answer. The answer stays
-    /// the same, but takes fewer steps if it quotes its documents. 0 turns guessing off.
+    /// The maximum number of tokens to guess in each step (prompt lookup decoding). The guesses are the
+    /// tokens that followed an earlier occurrence of the last few tokens, in the prompt or the answer. The
+    /// answer does not change, but takes fewer steps if it quotes its documents. 0 turns guessing off.
     pub lookup: usize,
-    /// The settings for answer tokens that attend to only part of a long context, which is faster but
-    /// approximate. If `None`, they attend to everything. A step with [guesses](Self::lookup) also attends to
-    /// everything.
+    /// The settings for page-sparse decoding: answer tokens attend to only part of a long context, which is
+    /// faster but approximate. If `None`, answer tokens attend to everything. Tokens of a step with
+    /// [guesses](Self::lookup) also attend to everything.
     pub sparse: Option<SparseDecode>,
     /// The answer to compute, regardless of what the model would choose (teacher forcing). The answer ends
-    /// after these tokens. The logits after the last token are kept as well if the answer has room for
-    /// another token.
+    /// after these tokens. If the answer is shorter than [`max_new_tokens`](Self::max_new_tokens), the logits
+    /// after its last token are computed as well.
     pub forced: Option<Arc<[u32]>>,
     /// Whether to ignore end tokens, to measure answers of a fixed length.
     pub ignore_end: bool,
     /// Biases to add to the logits of individual tokens, as `(token, bias)`, before a token is chosen.
     /// Negative infinity excludes a token.
     pub logit_bias: Arc<[(u32, f32)]>,
-    /// The number of most likely tokens at each position to report, with their log-probabilities and the
-    /// answer token's. `None` reports no log-probabilities.
+    /// The number of most likely tokens to report at each position, with their log-probabilities, in addition
+    /// to the log-probability of the answer's token. `None` reports no log-probabilities.
     pub logprobs: Option<usize>,
     /// Whether to keep the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
 
 impl Request {
-    /// Creates a greedy request for up to 64 tokens in the default cell. Reuse is exact under the request's
-    /// mask, but the mask may differ from full attention, and so may the answers. [`reusing`](Self::reusing)
-    /// applies measured settings, such as the default of [`kvchunk::Reuse`].
+    /// Creates a greedy request for up to 64 tokens in the default cell. Up to rounding, the answer is the
+    /// same as without reuse under the request's attention mask, but it may differ from the answer under full
+    /// attention. [`reusing`](Self::reusing) applies measured settings, such as the default of
+    /// [`kvchunk::Reuse`].
     pub fn new(prompt: impl Into<Arc<PromptTokens>>) -> Self {
         Self {
             prompt: prompt.into(),
@@ -178,23 +181,23 @@ pub struct Sampling {
     /// The temperature. 0 chooses the most likely token. Above 0, the logits are divided by the temperature
     /// and a token is drawn.
     pub temperature: f32,
-    /// The number of most likely tokens to keep. Tokens that are as likely as the last of them are kept too.
-    /// 0 keeps all tokens.
+    /// The number of most likely tokens to keep. Tokens that are exactly as likely as the least likely kept
+    /// token are kept too. 0 keeps all tokens.
     pub top_k: usize,
-    /// The fraction of the total probability that the kept tokens must reach. The fewest and most likely
-    /// tokens are kept; of equally likely tokens, the ones with the lowest IDs. 1 keeps all tokens.
+    /// Keeps the smallest set of most likely tokens whose total probability reaches this fraction. Ties are
+    /// broken in favour of the lowest IDs. 1 keeps all tokens.
     pub top_p: f32,
-    /// The minimum probability of a token to keep, as a fraction of the most likely token's probability. 0
-    /// keeps all tokens.
+    /// The minimum probability of a kept token, as a fraction of the most likely token's probability. 0 keeps
+    /// all tokens.
     pub min_p: f32,
-    /// The repetition penalty, which divides the positive logits of tokens that occur in the prompt or the
-    /// answer, and multiplies their negative logits. 1 changes nothing.
+    /// The repetition penalty for tokens that occur in the prompt or the answer: positive logits are divided
+    /// by it, and negative logits are multiplied by it. 1 changes nothing.
     pub repetition_penalty: f32,
-    /// The value to subtract from the logits of tokens that occur in the answer. 0 changes nothing; negative
-    /// values make those tokens more likely. (From `OpenAI`'s API.)
+    /// The value to subtract from the logits of all tokens that occur in the answer. 0 changes nothing;
+    /// negative values make these tokens more likely. (As in `OpenAI`'s API.)
     pub presence_penalty: f32,
     /// The value to subtract from a token's logit for each occurrence of the token in the answer. 0 changes
-    /// nothing. (From `OpenAI`'s API.)
+    /// nothing. (As in `OpenAI`'s API.)
     pub frequency_penalty: f32,
     /// Random seed.
     pub seed: u64,
@@ -258,7 +261,8 @@ pub struct BeamSearch {
 }
 
 impl Default for BeamSearch {
-    /// Returns settings for four beams, which are compared by their log-probability per token.
+    /// Returns settings for four beams and a length penalty of 1: answers are compared by their average
+    /// log-probability per token.
     fn default() -> Self {
         Self { width: 4, length_penalty: 1.0 }
     }
@@ -294,8 +298,8 @@ impl BeamSearch {
 /// attend to everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SparseDecode {
-    /// The number of blocks that a token attends to in each layer, at least 4. Shorter sequences are attended
-    /// to as a whole.
+    /// The number of blocks that a token attends to in each layer, at least 4. If there are no more blocks
+    /// than that, the token attends to all of them.
     pub pages: usize,
     /// The number of initial layers that attend to everything, because their attention is spread out.
     pub dense_layers: usize,
@@ -306,13 +310,13 @@ impl SparseDecode {
     /// the one before it.
     pub(crate) const LAST: usize = 2;
 
-    /// Returns settings that attend to `pages` blocks in all layers but the first two.
+    /// Returns settings for attention to `pages` blocks in all layers but the first two.
     pub fn new(pages: usize) -> Self {
         Self { pages, dense_layers: 2 }
     }
 
-    /// Checks the setting against a model. `widest_window` must be given if all of the model's layers have a
-    /// window.
+    /// Checks that the settings suit a model. `widest_window` must be set if all of the model's layers have a
+    /// window, and `None` otherwise.
     pub(crate) fn check(self, widest_window: Option<usize>) -> Result<()> {
         // The first block, the last ones, and at least one to choose.
         if self.pages < 1 + Self::LAST + 1 {
@@ -335,10 +339,10 @@ impl SparseDecode {
 pub enum FinishReason {
     /// The model produced an end token.
     Stop,
-    /// The observer declared the answer complete: its text contains a stop string.
+    /// The answer was declared complete, for example because its text contains a stop string.
     #[serde(rename = "stop-string")]
     StopString,
-    /// The answer reached the token limit, the model's last position or the end of a static cache.
+    /// The answer reached the token limit, the model's last position, or the end of a static cache.
     Length,
 }
 
@@ -362,9 +366,9 @@ pub struct Generation {
     /// The number of floating-point operations in the prefill; see
     /// [`Forward::flops`](kvmodel::Forward::flops).
     pub prefill_flops: u64,
-    /// The time to first token (TTFT), from the start of the request.
+    /// The time to first token (TTFT), measured from the submission of the request.
     pub ttft: Duration,
-    /// The time from the start of the request to its end.
+    /// The time from the submission of the request to the end of the answer.
     pub total: Duration,
     /// One report per chunk, in the prompt's order; empty for an ordinary prompt.
     pub chunks: Vec<ChunkReport>,
@@ -377,8 +381,8 @@ pub struct Generation {
     pub logits: Vec<Vec<f32>>,
 }
 
-/// The log-probability of an answer token, and of the likeliest tokens at its position. They are taken from
-/// the model's own distribution, before temperature, penalties and filters.
+/// The log-probabilities of an answer token and of the likeliest tokens at its position, according to the
+/// model itself: before temperature, penalties and filters are applied.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TokenLogprobs {
     /// The token.

@@ -1,4 +1,4 @@
-//! Tuned reuse: reuse settings that were chosen for a model by measurement, and the file that contains them.
+//! Tuned reuse: settings that were chosen for one model by measurement, and the file that stores them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,10 +10,11 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::request::Request;
 
-/// The file version that this crate writes and reads.
+/// The version of the file format that this crate writes and reads.
 const VERSION: u32 = 1;
 
-/// Reuse settings chosen for one model, with their measurements. `kvc tune` writes them.
+/// The contents of a file that `kvc tune` writes: the reuse settings that were chosen for a model, with their
+/// measurements.
 ///
 /// ```no_run
 /// # use kvengine::{PromptTokens, Request, TunedReuse};
@@ -34,7 +35,7 @@ pub struct TunedReuse {
     measured: TunedBy,
 }
 
-/// Measurements of reuse settings compared with full attention.
+/// The measurements of tuned reuse settings, compared with full attention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TunedBy {
@@ -65,8 +66,8 @@ impl TunedReuse {
     /// Reads tuned reuse settings from a file.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Tuned`] with line and field if it is
-    /// malformed.
+    /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Tuned`], with the line and the field,
+    /// if it is malformed.
     pub fn read(path: &Path) -> Result<Self> {
         let text =
             std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
@@ -92,7 +93,7 @@ impl TunedReuse {
         text.and_then(write).map_err(|source| Error::Write { path: path.to_owned(), source })
     }
 
-    /// Returns the reuse settings.
+    /// Returns the reuse settings, which must have been chosen for `model`.
     ///
     /// # Errors
     /// Returns [`Error::TunedForOther`] if they were chosen for another model.
@@ -122,7 +123,7 @@ fn hex(bytes: &[u8; 32]) -> String {
     blake3::Hash::from_bytes(*bytes).to_hex().to_string()
 }
 
-/// Returns the first digits, which are enough to distinguish models in a message.
+/// Returns the first few digits, which are enough to distinguish models in a message.
 fn short(digits: &str) -> String {
     digits.chars().take(12).collect()
 }

@@ -22,7 +22,8 @@ use crate::error::{Error, Result};
 use crate::runner::Runner;
 
 // Decision: docs/decisions/chunks.md#a-blend-chooses-once
-/// A computation that blends fresh tokens into stored chunks, in passes of limited size.
+/// A computation that replaces the KV of some tokens in stored chunks with fresh KV, in passes of limited
+/// size.
 ///
 /// ```text
 /// compute a piece up to the checkpoint, keep its rows ─► … ─► choose
@@ -34,11 +35,11 @@ pub(super) struct Blend {
     layer: usize,
     scratch: ScratchBlocks,
     question: SequenceInput,
-    /// Evidence that was gathered before the blend.
+    /// The findings from before the blend.
     found: Findings,
     /// The pieces that were computed up to the checkpoint, in order, each with its number of rows.
     kept: VecDeque<(KeptRows, usize)>,
-    /// The total number of rows that were computed up to the checkpoint.
+    /// The total number of rows computed up to the checkpoint so far.
     done: usize,
     keys: Distances,
     values: Distances,
@@ -49,13 +50,13 @@ pub(super) struct Blend {
 /// The rows that continue after the checkpoint.
 #[derive(Debug)]
 struct ChosenRows {
-    /// The indices of the rows left to compute, counted across all pieces, in ascending order.
+    /// The ascending indices of the rows left to compute. Indices count across all pieces.
     rows: VecDeque<u32>,
     /// The inputs of the chosen rows.
     batch: Vec<SequenceInput>,
-    /// The number of chosen rows that were computed after the checkpoint.
+    /// The number of chosen rows that have been computed to the end.
     done: usize,
-    /// The number of rows in the pieces before the first kept piece.
+    /// The total number of rows in the pieces that have already continued, which come before the kept pieces.
     passed: u32,
     /// The number of chunk tokens among the chosen rows.
     tokens: usize,
@@ -67,7 +68,8 @@ pub(super) struct Blended {
     /// The number of rows in the pass.
     pub(super) rows: usize,
     pub(super) flops: u64,
-    /// The number of recomputed chunk tokens and the logits after the question, once all rows are computed.
+    /// The number of recomputed chunk tokens, and the logits after the question. `None` until all rows are
+    /// computed.
     pub(super) end: Option<(usize, Vec<f32>)>,
 }
 
@@ -90,7 +92,8 @@ pub(super) struct BlendSource<'a> {
 }
 
 impl Blend {
-    /// Allocates scratch blocks for all tokens. `question` must already have its final slots.
+    /// Creates a blend, and allocates scratch blocks for the chunk tokens. `question` must already have its
+    /// final slots.
     pub(super) fn new(
         source: &BlendSource<'_>,
         assembled: &AssembledPrompt,
@@ -304,7 +307,7 @@ impl Distances {
     }
 }
 
-/// Returns the parts of the inputs that cover `rows`. Row indices count across all inputs.
+/// Returns the parts of the inputs that contain `rows`. Row indices count across all inputs.
 fn pieces<'a>(
     inputs: impl Iterator<Item = &'a SequenceInput>,
     rows: Range<usize>,

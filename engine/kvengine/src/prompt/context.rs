@@ -13,7 +13,8 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Creates a context from the segments of a prompt's documents, scaled as the request specifies.
+    /// Creates a context from the segments of a prompt's system prompt and documents. Applies the request's
+    /// scaling.
     pub(super) fn scaled(scaling: ContextScaling, segments: &Arc<[Segment]>) -> Self {
         Self { segments: scaling.apply(segments), groups: scaling.groups() }
     }
@@ -23,8 +24,8 @@ impl Context {
         self.segments.iter().cloned().chain([sequence]).collect()
     }
 
-    /// Returns an input for `tokens`, which follow the first `before` tokens of a sequence. They see the
-    /// context and their own sequence, which begins at `start` and is stored in the segment `sequence`.
+    /// Returns an input for `tokens`, which follow the first `before` tokens of a sequence. The tokens see
+    /// the context and their own sequence, which begins at `start` and is stored in the segment `sequence`.
     pub(crate) fn input(
         &self,
         start: SequenceStart,

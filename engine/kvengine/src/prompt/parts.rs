@@ -1,4 +1,5 @@
-//! A request's documents: they are looked up, computed in the passes of all requests, and partly recomputed.
+//! Looks up a request's documents, computes the missing ones in the passes of all requests, and recomputes
+//! some of their tokens.
 //!
 //! ```text
 //! None ─► Missing ─► Stored: Open ─┬────────────────────────────┬─► Recomputing ─► Held
@@ -20,7 +21,8 @@ use crate::error::{Error, Result};
 use crate::request::Request;
 use crate::runner::Runner;
 
-/// The prompt of a request that is being answered. An ordinary prompt has no parts to compute here.
+/// The prompt of a request that is being answered: its documents and their state. An ordinary prompt has no
+/// documents, so there is nothing to compute here.
 #[derive(Debug)]
 pub(crate) struct LivePrompt {
     /// The rotary embeddings for the request's regime.
@@ -32,7 +34,8 @@ pub(crate) struct LivePrompt {
     /// The segments that the question sees.
     pub(super) context: Context,
     pub(super) costs: PromptCosts,
-    /// The sequence of a question that is computed before its documents are final.
+    /// The sequence of a question that was started before its documents were final: to measure its attention,
+    /// or by a blend.
     pub(super) question: Option<SequenceId>,
 }
 
@@ -52,11 +55,11 @@ pub(crate) struct PromptCosts {
 /// The state of a request's system prompt and documents.
 #[derive(Debug)]
 pub(super) enum PromptParts {
-    /// Not looked up so far: the request is waiting, or has an ordinary prompt.
+    /// Not looked up: the request is waiting, or its prompt is ordinary.
     None,
     /// Looked up. Missing parts are being computed, by this request or by others.
     Missing { assembly: Box<Assembly>, reindexer: PositionReindexer, rows: PendingRows, since: u64 },
-    /// Computed and stored.
+    /// All parts are computed and stored.
     Stored { assembled: Box<AssembledPrompt>, stage: Stage },
 }
 
@@ -65,7 +68,7 @@ pub(super) enum PromptParts {
 pub(super) enum Stage {
     /// The tokens to recompute have not been chosen yet.
     Open,
-    /// The question is computed once, to measure how much it attends to each token before it.
+    /// The question is being computed once, to measure how much it attends to each token before it.
     Asking { question: PendingRows, mass: AttentionMass },
     /// All tokens are computed up to a checkpoint, and only the chosen tokens continue.
     Blending(Box<Blend>),
@@ -75,12 +78,12 @@ pub(super) enum Stage {
     Held,
 }
 
-/// Inputs that passes compute piece by piece.
+/// Inputs that are computed piece by piece, in several passes.
 #[derive(Debug, Default)]
 pub(super) struct PendingRows {
-    /// The inputs with rows that no pass has taken yet.
+    /// The inputs that still have rows that no pass has taken.
     inputs: VecDeque<SequenceInput>,
-    /// The number of rows of the first input that passes have already taken.
+    /// The number of the first input's rows that passes have already taken.
     taken: usize,
     /// The total number of rows in all inputs.
     total: usize,
@@ -146,7 +149,7 @@ impl LivePrompt {
         &self.keys
     }
 
-    /// Returns true if the prompt's chunks are computed separately.
+    /// Returns true if the prompt is chunked and its chunks are computed separately.
     pub(crate) fn is_chunked(&self) -> bool {
         self.plan.is_some()
     }
@@ -200,7 +203,7 @@ impl LivePrompt {
         }
     }
 
-    /// Frees everything that is held for the documents.
+    /// Releases everything that is held for the documents, which must then be looked up again.
     pub(crate) fn withdraw(&mut self, runner: &mut Runner) {
         if let Some(mass) = self.mass_mut() {
             let flops = mass.flops;
@@ -261,9 +264,9 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Does all work that needs no forward pass: looks up parts, stores the computed parts, checks again for
-    /// parts that other requests are computing, and chooses the tokens to recompute. After an error, the call
-    /// may be repeated, which only costs time.
+    /// Does all work that does not need a forward pass: looks up parts, stores computed parts, looks again
+    /// for parts that other requests are computing, and chooses the tokens to recompute. After an error, it
+    /// is safe to repeat the call.
     pub(crate) fn advance(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         while self.left() == 0 {
             match &mut self.parts {
@@ -312,7 +315,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Begins a blend if the strategy needs deviations. Otherwise lets the strategy choose the tokens to
+    /// Starts a blend if the strategy needs deviations. Otherwise, makes the strategy choose the tokens to
     /// recompute.
     pub(super) fn choose_by(
         &mut self,
@@ -341,7 +344,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Returns the source for a blend, and the stored documents with their stage.
+    /// Returns the source for a blend, the stored documents, and their stage.
     pub(super) fn stored<'a>(
         &'a mut self,
         runner: &'a Runner,
@@ -380,8 +383,9 @@ impl LivePrompt {
         Ok((blended.rows, logits))
     }
 
-    /// Makes the documents visible to the question if the current pass completes them with its `fed` rows.
-    /// Returns false if there is still something to compute, choose or wait for.
+    /// Makes the documents visible to the question if they will be complete after the current pass, which
+    /// computes `fed` of their rows. Returns false if there is still something else to compute, choose or
+    /// wait for.
     pub(crate) fn opens_to_question(&mut self, request: &Request, fed: usize) -> bool {
         let left = self.left();
         let segments = match &self.parts {

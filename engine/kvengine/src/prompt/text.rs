@@ -7,8 +7,9 @@ use crate::error::Result;
 use crate::request::PromptTokens;
 
 impl PromptTokens {
-    /// Splits `text` at every `separator`, and encodes each part separately. Special tokens are added only
-    /// before the system prompt. A string with fewer than two separators becomes an ordinary prompt.
+    /// Splits `text` at every `separator`, and encodes each part separately. If `special` is true, special
+    /// tokens are added, but only before the system prompt. A string with fewer than two separators becomes
+    /// an ordinary prompt.
     ///
     /// # Errors
     /// Returns [`kvchunk::Error::EmptySeparator`] or [`kvchunk::Error::EmptyPart`] if the string cannot be
@@ -22,8 +23,8 @@ impl PromptTokens {
         }
     }
 
-    /// Encodes each part of a chunked prompt separately. Special tokens are added only before the system
-    /// prompt.
+    /// Encodes each part of a chunked prompt separately. If `special` is true, special tokens are added, but
+    /// only before the system prompt.
     ///
     /// # Errors
     /// Returns [`kvchunk::Error::EmptyPart`] if a part has no tokens, and the errors of
@@ -73,7 +74,7 @@ impl PromptTokens {
         Self::from_parts(codec, &format!("{before}{system}"), documents, &format!("{question}{after}"), false)
     }
 
-    /// Encodes a conversation in the model's chat template, up to where the answer begins. Documents are
+    /// Encodes a conversation in the model's chat template, up to the beginning of the answer. Documents are
     /// placed before the text of the last message, which is the question. Everything before the documents is
     /// the system prompt. If there are no documents, the result is an ordinary prompt.
     ///
@@ -127,7 +128,7 @@ mod tests {
         );
     }
 
-    /// A vocabulary in which the separator is inside tokens, as byte-pair merges can produce.
+    /// Tests a vocabulary with tokens that contain the separator, as byte-pair merges can produce.
     #[test]
     fn rule_1_a_separator_within_a_token_delimits() {
         let words = r###""a":3,"b":4,"c":5,"a##b":6,"##b":7,"##":8,"b##":9"###;

@@ -32,7 +32,7 @@ pub(crate) struct Caches {
 /// The cache of sequences.
 #[derive(Debug)]
 pub(super) enum Sequences {
-    /// One paged cache per group of layers. A plain paged cache is one group.
+    /// One paged cache per group of layers. A plain paged cache has one group, of all layers.
     Grouped(GroupedKvCache),
     Static(StaticKvCache),
 }
@@ -75,8 +75,8 @@ pub struct CacheReport {
 }
 
 impl Caches {
-    /// Creates the caches. `stream` is the compute stream. The copies of chunks that fall asleep or wake up
-    /// are enqueued on it.
+    /// Creates the caches. `stream` must be the compute stream; copies of chunks that are put to sleep or
+    /// woken are enqueued on it.
     pub(super) fn new(
         model: &Model,
         backend: &Arc<dyn Backend>,
@@ -102,7 +102,8 @@ impl Caches {
         Ok(Self { kind: config.cache, sequences, chunks: None, chunk_sleep: None, mode: None })
     }
 
-    /// Creates a paged cache within the budget. It has at least two blocks, one for each pool.
+    /// Creates a paged cache and a chunk cache within the budget. There must be room for at least two blocks,
+    /// one for each pool.
     fn paged(
         model: &Model,
         backend: &Arc<dyn Backend>,
@@ -160,8 +161,8 @@ impl Caches {
         })
     }
 
-    /// Returns caches over the same pools for another model of the same shape. Keys distinguish the models'
-    /// blocks.
+    /// Returns caches over the same pools for another model, whose KV must have the same shape. Keys keep the
+    /// blocks of the two models apart.
     pub(super) fn shared(&self, model: &Model) -> Result<Self> {
         let main = self.main("take a paged cache to share it")?;
         if self.mode.is_some() {
@@ -197,7 +198,7 @@ impl Caches {
         self.kind
     }
 
-    /// Returns the paged cache that documents and their system prompt share with sequences.
+    /// Returns the paged cache that holds sequences and system prompts, in the same arena as documents.
     ///
     /// # Errors
     /// Returns [`Error::NoChunks`] if the engine does not keep chunks.

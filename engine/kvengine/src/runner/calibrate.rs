@@ -1,4 +1,4 @@
-//! Static scales of an fp8 cache, measured on the keys and values of sample tokens.
+//! Measures the static scales of an fp8 cache on the keys and values of sample tokens.
 
 use std::sync::Arc;
 
@@ -14,10 +14,11 @@ use crate::error::Result;
 const TOKENS: usize = 256;
 
 /// The factor by which keys and values may exceed the sample's largest magnitudes before they saturate. A
-/// larger factor loses precision only at the smallest magnitudes.
+/// larger factor costs precision only at the smallest magnitudes.
 const HEADROOM: f32 = 2.0;
 
-/// The step between sample tokens in the vocabulary: a large prime, to spread them out.
+/// The distance between the IDs of consecutive sample tokens, modulo the vocabulary size: a large prime, to
+/// spread the tokens out.
 const STEP: usize = 2_654_435_761;
 
 /// The scales of K and of V, in the form that [`KvArena::set_scales`] expects.

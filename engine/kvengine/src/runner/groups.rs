@@ -70,8 +70,8 @@ pub(super) fn grouped(
 
 // Decision: docs/decisions/paging.md#memory-is-divided-between-groups-for-requests-of-a-typical-length
 /// Returns the number of blocks for each group: one block, plus the blocks for as many sequences of `len`
-/// tokens as fit in the rest of the budget. Memory left over by rounding goes to the first group without a
-/// window.
+/// tokens as fit in the rest of the budget. The first group without a window also gets the memory that is
+/// left over by rounding.
 fn divide(budget: usize, shares: &[GroupShare], len: usize, step: usize) -> Result<Vec<usize>> {
     let block_bytes: usize = shares.iter().map(|share| share.block_bytes).sum();
     let Some(left) = budget.checked_sub(block_bytes) else {

@@ -56,7 +56,8 @@ pub(crate) struct Runner {
 }
 
 impl Runner {
-    /// Allocates a model's caches. `tokenizer` identifies the tokenizer and becomes part of every key.
+    /// Creates a runner, and allocates the model's caches. `tokenizer` identifies the tokenizer and becomes
+    /// part of every key.
     pub(crate) fn new(
         model: Model,
         backend: Arc<dyn Backend>,
@@ -126,9 +127,9 @@ impl Runner {
     }
 
     // Decision: docs/decisions/models.md#a-request-has-one-regime-of-rope
-    /// Returns the rotary embeddings for the highest position that a prompt and its answer may reach. The
-    /// prompt ends before position `end`. The last token of an answer does not count, because it is never fed
-    /// back.
+    /// Returns the rotary embeddings for a prompt that ends before position `end`, followed by an answer of
+    /// up to `new_tokens` tokens. The last token of the answer does not count, because it is never fed back,
+    /// and positions beyond the model's maximum do not count either.
     pub(crate) fn ropes(&self, end: usize, new_tokens: usize) -> Result<LayerRopes> {
         let longest = end.saturating_add(new_tokens.saturating_sub(1));
         Ok(self.model.ropes(longest.min(self.model.config().max_positions))?)
@@ -167,7 +168,7 @@ impl Runner {
         Ok(self.setup.stream.copy_blocks(&CopyBlocks { arena, pairs: pairs.clone() })?)
     }
 
-    /// Runs a decode step in reused memory, as a graph if possible. Does not allocate memory itself.
+    /// Runs a decode step, as a graph if possible. Reuses memory instead of allocating it.
     pub(crate) fn decode(
         &mut self,
         ropes: &LayerRopes,
@@ -178,7 +179,7 @@ impl Runner {
         Ok(self.model.decode(&device, ropes, batch, &mut self.decode_memory, logits)?)
     }
 
-    /// Runs a pass in reused memory.
+    /// Runs a pass. Reuses the memory of earlier passes.
     pub(crate) fn forward(
         &mut self,
         ropes: &LayerRopes,

@@ -2,7 +2,8 @@
 
 use kvcore::PinnedBlocks;
 
-/// A claim on the cached blocks at the start of a prompt. These blocks are not evicted and do not expire.
+/// A claim on the cached blocks at the start of a prompt. While it exists, these blocks are not evicted and
+/// do not expire.
 ///
 /// # Drop behaviour
 /// The blocks stay cached until their memory is needed.

@@ -1,4 +1,4 @@
-//! The sequences in the caches. Lists of slots have one entry per group of layers.
+//! Operations on the sequences in the caches. Every list of slots has one entry per group of layers.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use kvcore::{
 use super::caches::{Caches, Sequences};
 use crate::error::{Error, Result};
 
-/// Calls a method that both kinds of caches have.
+/// Calls a method that both kinds of sequence cache have.
 macro_rules! either {
     ($caches:ident, $cache:ident => $call:expr) => {
         match &mut $caches.sequences {
@@ -39,7 +39,7 @@ impl Caches {
         groups.iter().map(|(kind, cache)| (*kind, cache))
     }
 
-    /// Returns the grouped cache, for operations that a static cache does not have.
+    /// Returns the grouped cache, for operations that a static cache does not support.
     ///
     /// # Errors
     /// Returns [`Error::NoChunks`] for a static cache.
@@ -122,8 +122,8 @@ impl Caches {
         }
     }
 
-    /// Returns the slots of a sequence's last `tokens` tokens with a separate permit, or `None` for a static
-    /// cache.
+    /// Returns the slots of a sequence's last `tokens` tokens with a permit that covers only this sequence,
+    /// or `None` for a static cache.
     pub(crate) fn last_slots(&self, id: SequenceId, tokens: usize) -> Option<Result<Vec<WriteSlots>>> {
         let in_group = |(_, cache): (_, &PagedKvCache)| {
             let len = cache.len(id)?;
@@ -133,7 +133,8 @@ impl Caches {
         Some(slots).filter(|slots| slots.as_ref().map_or(true, |slots| !slots.is_empty()))
     }
 
-    /// Sets an input's own segments in all groups but the first. Decode steps reuse the memory of the lists.
+    /// Sets the segment of an input's own sequence in all groups but the first. Decode steps reuse the memory
+    /// of the list.
     pub(crate) fn set_others(&self, id: SequenceId, input: &mut SequenceInput) -> Result<()> {
         let Sequences::Grouped(cache) = &self.sequences else { return Ok(()) };
         let others = &cache.groups()[1..];
@@ -172,7 +173,7 @@ impl Caches {
         either!(self, cache => cache.free(id))
     }
 
-    /// Creates a second sequence over the same tokens, or returns `None` with a static cache.
+    /// Creates a second sequence that shares all tokens and blocks so far. Returns `None` for a static cache.
     pub(crate) fn fork(&mut self, id: SequenceId) -> Result<Option<SequenceId>> {
         match &mut self.sequences {
             Sequences::Grouped(cache) => Ok(Some(cache.fork(id)?)),
@@ -180,7 +181,8 @@ impl Caches {
         }
     }
 
-    /// Makes the next token's slot writable in forked sequences.
+    /// Makes the next token's slot writable in each of the given sequences, by copying the last block if it
+    /// is shared.
     pub(crate) fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<()> {
         self.grouped()?.copy_on_write(ids, stream)?;
         Ok(())

@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::config::PoolTag;
 use crate::error::{Error, Result};
 
-/// The memory released and used by putting pools to sleep.
+/// The amounts of memory that putting pools to sleep has released and used.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Slept {
     /// The amount of device memory that was released, in bytes.
@@ -16,7 +16,7 @@ pub struct Slept {
     pub saved_bytes: usize,
 }
 
-/// The arena of the pools that can sleep, and the main pool's blocks while it is asleep.
+/// The arena whose pools can sleep, and the main pool's blocks while this pool is asleep.
 #[derive(Debug)]
 pub(super) struct SleepMode {
     reserved: ReservedArena,

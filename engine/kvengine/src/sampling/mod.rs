@@ -1,4 +1,4 @@
-//! Choosing tokens from logits.
+//! Chooses tokens from logits.
 
 mod logprobs;
 mod sample;

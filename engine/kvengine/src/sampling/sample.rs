@@ -1,4 +1,4 @@
-//! Sampling: choosing a token from the logits.
+//! Sampling: chooses a token from logits.
 //!
 //! The steps have the same order and definitions as in transformers: repetition penalty, temperature, top-k,
 //! top-p, min-p, draw. A step with a neutral setting is skipped.
@@ -22,9 +22,9 @@ pub struct Sampler {
     counts: Vec<u32>,
     /// The biases to add to the logits of individual tokens.
     bias: Arc<[(u32, f32)]>,
-    /// The vocabulary's scores. The memory is reused for every token.
+    /// The scores of all tokens in the vocabulary. The memory is reused for every draw.
     scores: Vec<f32>,
-    /// Tokens ordered by score. The memory is reused for every token.
+    /// Tokens, ordered by score. The memory is reused for every draw.
     order: Vec<u32>,
 }
 
@@ -80,11 +80,11 @@ impl Sampler {
         }
     }
 
-    /// Chooses a token. At temperature 0, this is the first of the likeliest tokens. Never chooses a token
-    /// whose logit is NaN.
+    /// Chooses a token. At temperature 0, chooses the likeliest token, or the one with the lowest ID in case
+    /// of a tie. Does not choose a token whose logit is NaN if another token can be chosen.
     ///
-    /// The choice is not recorded, because the caller may force another token. Record the token that was
-    /// added with [`chose`](Self::chose).
+    /// The choice is not recorded, because the caller may replace it. Call [`chose`](Self::chose) with the
+    /// token that is added to the answer.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         let greedy = self.sampling.temperature <= 0.0;
         let plain =
@@ -197,8 +197,8 @@ impl Sampler {
     }
 }
 
-/// Returns the index of the largest logit, or the lowest such index in case of a tie; 0 if all logits are
-/// NaN.
+/// Returns the index of the largest logit, or the lowest such index if there is a tie. Returns 0 if all
+/// logits are NaN.
 fn argmax(logits: &[f32]) -> u32 {
     // The compiler vectorises independent lanes. A comparison with NaN is false.
     const LANES: usize = 32;
@@ -225,7 +225,7 @@ mod tests {
         probabilities.iter().map(|p| p.ln()).collect()
     }
 
-    /// Returns the tokens that are drawn at least once, in ascending order.
+    /// Returns the tokens that 2000 draws choose at least once, in ascending order.
     fn drawn(sampling: Sampling, logits: &[f32]) -> Vec<u32> {
         let mut sampler = Sampler::new(Sampling { temperature: 1.0, ..sampling });
         let mut tokens: Vec<u32> = (0..2000).map(|_| sampler.sample(logits)).collect();

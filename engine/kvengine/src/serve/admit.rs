@@ -1,4 +1,4 @@
-//! Admission: starts or restores waiting requests, and allocates the slots for their first piece.
+//! Admission: starts or restores waiting requests, and allocates slots for the first piece of each.
 
 use std::sync::Arc;
 
@@ -57,9 +57,10 @@ impl Scheduler {
 }
 
 impl LiveRequest {
-    /// Returns true if every pool has room above the watermark for the request's first piece, or if the
-    /// prompt may be cached. In the latter case, only [its admission](kvcore::PagedKvCache::admit) can check
-    /// whether there is room.
+    /// Returns true if the request should be admitted now: if every pool has room above the watermark for its
+    /// first piece, or if its prompt may be cached. In the latter case, only
+    /// [`admit`](kvcore::PagedKvCache::admit) can check whether there is room. A chunked prompt that found no
+    /// room before is not tried again until more blocks are available.
     fn has_room(&self, runner: &Runner, most: usize, watermark: usize) -> bool {
         let cache = runner.caches.first();
         if let Some(fixed) = cache.as_static() {
@@ -81,8 +82,8 @@ impl LiveRequest {
     }
 
     /// Restores the request from host memory, or starts it: looks up its documents, or allocates the blocks
-    /// for the first piece of its prompt, of up to `most` tokens. Returns the piece, if there is one. If
-    /// other requests are running, the watermark's blocks stay free for them.
+    /// for the first piece of its prompt, of up to `most` tokens. Returns the index of the branch and the
+    /// piece, if there is one. Unless `alone` is true, the watermark's blocks stay free for running requests.
     fn begin(
         &mut self,
         runner: &mut Runner,
@@ -107,7 +108,8 @@ impl LiveRequest {
         Ok(Some((branch, input)))
     }
 
-    /// Returns the next piece of a sample's sequence, of up to `most` tokens, with its slots.
+    /// Allocates slots for the next piece of a sample's sequence, of up to `most` tokens, and returns the
+    /// piece.
     pub(super) fn first_piece(
         &mut self,
         runner: &mut Runner,
@@ -122,7 +124,7 @@ impl LiveRequest {
         Ok(input)
     }
 
-    /// Marks up to `most` of a sample's next tokens as chosen for this pass. Returns the number of these
+    /// Assigns up to `most` of a sample's next tokens to the pass being planned. Returns the number of these
     /// tokens.
     pub(super) fn take_next(&mut self, runner: &mut Runner, branch: usize, most: usize) -> Result<usize> {
         self.begin_branch(runner, branch)?;
@@ -137,8 +139,8 @@ impl LiveRequest {
         Ok(end - before)
     }
 
-    /// Returns the last `tokens` tokens chosen for a sample as an input without slots. The input requests
-    /// logits if these are the sample's last tokens.
+    /// Returns the `tokens` tokens that a sample was last assigned as an input without slots. The input
+    /// requests logits if these are the sample's last tokens.
     pub(super) fn input(&mut self, runner: &Runner, branch: usize, tokens: usize) -> Result<SequenceInput> {
         let forced = self.request.forced.is_some();
         let branch = &mut self.branches[branch];

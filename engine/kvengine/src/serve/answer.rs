@@ -1,5 +1,5 @@
-//! An answer as a stream: the engine's thread sends events, and any thread can poll for them, block on them
-//! or await them.
+//! An answer as a stream of events: the engine's thread sends them, and any thread can poll for them, wait
+//! for them or await them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ pub struct Answer {
 #[derive(Debug)]
 pub(super) struct AnswerSender(Arc<AnswerChannel>);
 
-/// The queue between the engine and the reader.
+/// The queue between the engine and the reader of an answer.
 #[derive(Debug, Default)]
 struct AnswerChannel {
     state: Mutex<AnswerState>,
@@ -92,8 +92,8 @@ impl Answer {
         self.channel.state.lock().events.pop_front()
     }
 
-    /// Returns the next event, or `None` at the end of the stream. If there is no event yet, the task is
-    /// woken when there is one.
+    /// Returns the next event, or `None` at the end of the stream. If there is no event yet, returns
+    /// [`Poll::Pending`] and wakes the task when there is one.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<AnswerEvent>>> {
         let mut state = self.channel.state.lock();
         match state.events.pop_front() {
@@ -112,14 +112,15 @@ impl Answer {
         state.closed && state.events.is_empty()
     }
 
-    /// Cancels the request before the engine's next step. The answer ends with [`Error::Cancelled`].
+    /// Cancels the request at the start of the engine's next step. The answer then ends with
+    /// [`Error::Cancelled`].
     pub fn cancel(&self) {
         self.channel.state.lock().cancelled = true;
     }
 
-    /// Ends a sample before the engine's next step, because its text is complete, for example at a stop
-    /// string. If the request has several samples, the sample continues until it has a token. A beam search
-    /// is not ended early.
+    /// Ends a sample at the start of the engine's next step, because its text is complete, for example at a
+    /// stop string. If the request has several samples, a sample that has no token yet ends only after its
+    /// first token. Has no effect on a beam search.
     pub fn complete(&self, sample: usize) {
         self.channel.state.lock().complete.push(sample);
     }

@@ -8,9 +8,10 @@ use crate::request::{BeamSearch, FinishReason};
 pub(super) struct Beams {
     /// For each branch, the sum of its tokens' log-probabilities.
     pub(super) sums: Vec<f32>,
-    /// The likeliest continuations of each branch, once its logits are computed.
+    /// For each branch, its likeliest next tokens with their log-probabilities; `None` until its logits are
+    /// computed.
     pub(super) next: Vec<Option<Vec<(u32, f32)>>>,
-    /// Complete answers, best first.
+    /// The complete answers that are kept, best first.
     pub(super) ended: Vec<EndedBeam>,
 }
 
@@ -33,7 +34,7 @@ pub(super) struct EndedBeam {
 }
 
 impl Beams {
-    /// Discards the continuations. Called when the branches' sequences are freed.
+    /// Discards the continuations, because the branches' sequences have been freed.
     pub(super) fn forget(&mut self) {
         self.next.iter_mut().for_each(|next| *next = None);
     }
@@ -50,7 +51,7 @@ impl Beams {
         continuations
     }
 
-    /// Adds a complete answer, and keeps only the best `width` answers.
+    /// Adds a complete answer. Keeps only the best `width` answers.
     pub(super) fn add(&mut self, ended: EndedBeam, width: usize) {
         let at = self.ended.partition_point(|known| known.score >= ended.score);
         self.ended.insert(at, ended);

@@ -7,7 +7,7 @@
 use crate::request::SparseDecode;
 
 // Decision: docs/decisions/models.md#sparse-decode-chooses-blocks-by-bounds-on-their-keys
-/// The bounds of a sample's blocks in each layer, for the blocks whose keys have been read.
+/// The key bounds of a sample's blocks in each layer, for the blocks whose keys have been read.
 #[derive(Debug, Default)]
 pub(super) struct PageBounds {
     layers: Vec<LayerBounds>,
@@ -21,7 +21,7 @@ impl PageBounds {
     }
 }
 
-/// The bounds for one layer: the minimum and maximum of each key element, block by block.
+/// The key bounds for one layer: each block's minimum and maximum of each key element.
 #[derive(Debug, Default)]
 pub(super) struct LayerBounds {
     least: Vec<f32>,
@@ -35,8 +35,8 @@ impl LayerBounds {
         self.pages
     }
 
-    /// Adds blocks of `block_size` tokens. The last block may be shorter. `keys` has `width` elements per
-    /// token.
+    /// Adds the bounds of blocks with these keys, `width` elements per token and `block_size` tokens per
+    /// block. The last block may be shorter.
     pub(super) fn add(&mut self, keys: &[f32], width: usize, block_size: usize) {
         for page in keys.chunks((width * block_size).max(1)) {
             let at = self.least.len();
@@ -53,9 +53,9 @@ impl LayerBounds {
         }
     }
 
-    /// Returns the nearness of each block: its bound minus the largest bound of all blocks, in the head where
-    /// this difference is largest. The best value is 0. Each bound is multiplied by its block's factor. `q`
-    /// contains `heads` queries, the same number for each key head.
+    /// Returns the nearness of each block, at most 0: for each query head, the upper bound of the block's dot
+    /// products, multiplied by the block's factor, minus the largest such value of all blocks; then the
+    /// maximum over all heads. `q` contains `heads` queries, the same number for each key head.
     pub(super) fn nearness(&self, q: &[f32], (heads, kv_heads): (usize, usize), factors: &[f32]) -> Vec<f32> {
         let (dim, pages) = (q.len() / heads.max(1), self.pages.min(factors.len()));
         let (width, group) = (kv_heads * dim, heads / kv_heads.max(1));
@@ -121,8 +121,8 @@ mod tests {
     }
 
     proptest! {
-        /// No dot product of a query with a key in a block exceeds the block's bound, and each head's best
-        /// block has nearness 0.
+        /// Tests that no dot product of a query with a key exceeds the bound of the key's block, and that
+        /// each head's best block has nearness 0.
         #[test]
         fn a_bound_is_above_every_product((q, keys) in (numbers(2 * 12), numbers(2 * 3 * 11))) {
             // There are eleven keys with two heads of three elements, in blocks of four keys. Each key head

@@ -1,8 +1,8 @@
 //! Drafts: guesses for an answer's next tokens, which are correct where the answer quotes its documents.
 //! (Prompt lookup decoding, Saxena, 2023.)
 //!
-//! A decode step computes the last token and the guesses after it. From each row's logits, a token is chosen
-//! as usual. The first choice that differs from the guess ends the step, and the KV of this guess and all
+//! A decode step computes the last token and the guesses after it. A token is chosen from each row's logits
+//! as usual. The first choice that differs from its guess ends the step, and the KV of this guess and of all
 //! later guesses is rolled back.
 
 use std::ops::Range;
@@ -13,12 +13,12 @@ use super::live::LiveRequest;
 use crate::error::Result;
 use crate::runner::Runner;
 
-/// The lengths of the runs of last tokens to look up, in this order. A single token does not predict the next
-/// token well enough.
+/// The numbers of last tokens to look up, in the order in which they are tried. A single token does not
+/// predict the next token well enough.
 const RUNS: [usize; 2] = [3, 2];
 
-/// Returns up to `most` tokens that followed an earlier occurrence of the last tokens: the latest occurrence
-/// in `tokens`, or otherwise the latest occurrence in `context`, which precedes `tokens`.
+/// Returns up to `most` tokens that followed an earlier occurrence of the last tokens of `tokens`: the latest
+/// occurrence in `tokens` itself or, if there is none, in `context`, which precedes `tokens`.
 fn guess<'a>(context: &'a [u32], tokens: &'a [u32], most: usize) -> &'a [u32] {
     for run in RUNS.into_iter().filter(|&run| run <= tokens.len()) {
         let last = &tokens[tokens.len() - run..];

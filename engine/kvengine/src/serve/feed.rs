@@ -1,11 +1,11 @@
-//! The plan for a step: the tokens of each request in a pass.
+//! The plan for a step: the tokens that each request contributes to a pass.
 
 use kvcore::{SequenceId, SequenceInput, WriteSlots};
 
 use super::live::ServiceRank;
 use crate::error::Error;
 
-/// The tokens of one request in a pass.
+/// The tokens that one request contributes to a pass.
 #[derive(Debug)]
 pub(super) struct Feed {
     pub(super) rank: ServiceRank,
@@ -16,13 +16,13 @@ pub(super) struct Feed {
     pub(super) input: Option<SequenceInput>,
 }
 
-/// The inputs of a step, and the requests that could not be served in it.
+/// The inputs of a step, the requests that have failed in it, and memory that is reused.
 #[derive(Debug, Default)]
 pub(super) struct StepPlan {
     pub(super) feeds: Vec<Feed>,
     /// The input of each feed.
     pub(super) batch: Vec<SequenceInput>,
-    /// The slots for all inputs without slots of their own, with one entry per group of layers.
+    /// The slots for all inputs that have no slots of their own, one entry per group of layers.
     pub(super) slots: Vec<WriteSlots>,
     /// Inputs in other RoPE regimes, for later passes of the step.
     pub(super) later: Vec<(Feed, SequenceInput)>,
@@ -45,7 +45,8 @@ impl StepPlan {
         self.failed.iter().any(|(failed, _)| *failed == rank)
     }
 
-    /// Replaces the inputs with the inputs in another RoPE regime, which were kept for a later pass.
+    /// Replaces the inputs of the pass with the inputs that were kept for a later pass because their RoPE
+    /// regime differs.
     pub(super) fn next_pass(&mut self) {
         self.feeds.clear();
         self.batch.clear();

@@ -21,7 +21,8 @@ fn considered(runner: &Runner, search: BeamSearch) -> usize {
 }
 
 impl LiveRequest {
-    /// Records the logits after a branch. Once the logits of all branches are known, chooses the next beams.
+    /// Records the logits after a branch's last token. Once the logits of all branches are known, chooses the
+    /// next beams.
     pub(super) fn follow(&mut self, runner: &mut Runner, branch: usize, logits: &[f32]) -> Result<()> {
         let (search, count) = (self.request.beams.unwrap_or_default(), self.branches.len());
         let beams = self.beams.get_or_insert_default();
@@ -76,8 +77,8 @@ impl LiveRequest {
         self.branch_out(runner, &on)
     }
 
-    /// Turns each continuation into a branch. A branch's first continuation keeps the branch's sequence; its
-    /// other continuations get forks.
+    /// Turns each continuation into a branch. The first continuation of an old branch keeps that branch's
+    /// sequence; all others get forks of it.
     fn branch_out(&mut self, runner: &mut Runner, on: &[Continuation]) -> Result<()> {
         let (mut sequences, mut forks) = (Vec::with_capacity(on.len()), Vec::new());
         for (i, next) in on.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Passes that select or observe attention, because they contain samples that choose the blocks to attend to
-//! in each layer, or questions whose attention is summed. All other rows are computed as usual.
+//! Passes that run layer by layer, because they contain samples that select the blocks to attend to in each
+//! layer, or questions whose attention is summed. All other rows are computed as usual.
 
 use kvcore::{LayerRopes, SequenceInput, StepBatch};
 use kvmodel::{AttentionMass, Forward, Observer, PassMemory};
@@ -10,7 +10,7 @@ use super::pages::SparseSample;
 use crate::error::Result;
 use crate::runner::Runner;
 
-/// The requests in a pass that select or observe attention.
+/// The samples in a pass that select blocks, and the questions whose attention is summed.
 pub(super) struct Layered<'a> {
     sparse: Vec<SparseSample<'a>>,
     /// The attention sums that requests keep between passes.
@@ -48,7 +48,7 @@ impl<'a> Layered<'a> {
         (!sparse.is_empty() || !asked.is_empty()).then_some(Self { sparse, asked })
     }
 
-    /// Runs the pass. Before each layer, samples use the queries to select blocks.
+    /// Runs the pass. Before each layer, the samples' queries are used to select blocks.
     pub(super) fn run(
         mut self,
         runner: &Runner,
@@ -81,7 +81,7 @@ impl<'a> Layered<'a> {
     }
 }
 
-/// Returns true if a sample's decode step sees more blocks than it attends to.
+/// Returns true if `input` is a decode step of the sample and sees more than `pages` blocks.
 fn sees_more(branch: &Branch, input: &SequenceInput, pages: usize, block_size: usize) -> bool {
     let seen: usize = input.segments.iter().map(|segment| segment.len.div_ceil(block_size)).sum();
     input.tokens.len() == 1 && seen > pages && !branch.answer().is_empty()

@@ -29,14 +29,15 @@ pub(super) struct LiveRequest {
     pub(super) branches: Vec<Branch>,
     /// The state of the request's beam search. The beams are the branches.
     pub(super) beams: Option<Box<Beams>>,
-    /// A chunked prompt's system prompt and documents, in which drafts are looked up; empty if the request
-    /// does not use drafts.
+    /// The tokens of a chunked prompt's system prompt and documents, in which guesses are looked up. Empty if
+    /// the request does not use guesses.
     pub(super) quotable: Vec<u32>,
-    /// The number of blocks that were available in the main pool when the documents last found no room.
+    /// The number of blocks that were available in the main pool when the request was last refused for lack
+    /// of room.
     pub(super) refused: Option<usize>,
 }
 
-/// One sample of a request: its own sequence after the request's context.
+/// One sample of a request: a sequence that follows the request's context.
 #[derive(Debug)]
 pub(super) struct Branch {
     pub(super) sample: usize,
@@ -46,7 +47,7 @@ pub(super) struct Branch {
     pub(super) start: SequenceStart,
     /// The sequence's tokens: the prompt (for a chunked prompt, only the question), then the answer.
     pub(super) tokens: Vec<u32>,
-    /// The keys of the tokens that the sequence was created with.
+    /// The block keys of the tokens that were looked up when the sequence was created.
     pub(super) keys: Option<PromptKeys>,
     /// The number of prompt tokens in [`tokens`](Self::tokens).
     pub(super) prompt: usize,
@@ -55,11 +56,11 @@ pub(super) struct Branch {
     /// The sequence in host memory, with one part per group of layers, if the request was preempted and will
     /// be restored.
     pub(super) swapped: Option<Vec<SwappedSequence>>,
-    /// The guessed next tokens in the pass being planned.
+    /// The guesses for the next tokens in the pass being planned.
     pub(super) draft: Vec<u32>,
-    /// The number of guessed tokens.
+    /// The number of tokens guessed so far.
     pub(super) drafted: usize,
-    /// The number of correct guesses.
+    /// The number of correct guesses so far.
     pub(super) accepted: usize,
     /// The input of the last decode step. Its memory is reused.
     pub(super) input: Option<SequenceInput>,
@@ -72,7 +73,7 @@ pub(super) struct Branch {
     pub(super) logprobs: Vec<TokenLogprobs>,
     /// The forced answer, once the prompt is computed.
     pub(super) forced: Option<Vec<u32>>,
-    /// The score of a beam that has ended.
+    /// The score of the answer, if it was found by a beam search.
     pub(super) score: Option<f32>,
     /// The time to first token.
     pub(super) ttft: Option<Duration>,
@@ -130,7 +131,8 @@ impl Branch {
         }
     }
 
-    /// Returns the block keys of the prompt. Computes only the keys of blocks added since the last call.
+    /// Returns the block keys of the branch's tokens or, for a forced answer, only of its prompt. Computes
+    /// only the keys of blocks added since the last call.
     pub(super) fn prompt_keys(&mut self, root: BlockKey, block_size: usize) -> &PromptKeys {
         // All logits of a forced answer are needed, so its tokens must not be found in the cache.
         let end = if self.forced.is_some() { self.prompt } else { self.tokens.len() };
@@ -154,7 +156,7 @@ impl Branch {
         self.start.position + self.tokens.len() as i64
     }
 
-    /// Returns true if the next token to compute is the answer's last token so far.
+    /// Returns true if the only token left to compute is the answer's last token so far.
     pub(super) fn is_decoding(&self) -> bool {
         self.sequence.is_some() && self.left() == 1 && self.tokens.len() > self.prompt
     }
@@ -181,7 +183,7 @@ impl LiveRequest {
         self.branches.iter().position(|branch| branch.left() > 0)
     }
 
-    /// Records a branch's new sequence, and the number of its tokens that were cached.
+    /// Records a branch's new sequence, and that its first `cached` tokens were found in the cache.
     pub(super) fn begun(&mut self, branch: usize, sequence: SequenceId, cached: usize) {
         let first = branch == 0;
         let branch = &mut self.branches[branch];
@@ -216,9 +218,10 @@ impl LiveRequest {
         self.sender.send(AnswerEvent::End { sample: branch.sample, generation });
     }
 
-    /// Starts a forced answer: appends its tokens, so that their logits are computed. `longest` is the
-    /// model's maximum sequence length, and `first` contains the logits after the prompt. If the whole answer
-    /// fits, its last token is computed too, to get the logits after it.
+    /// Starts a forced answer: sends its tokens to the reader, and appends them to the sequence, so that the
+    /// logits after them are computed. The answer's last token is appended only if the answer is shorter than
+    /// the token limit. `longest` is the model's maximum sequence length, and `first` contains the logits
+    /// after the prompt.
     pub(super) fn force(&mut self, longest: usize, first: &[f32]) {
         let (most, submitted) = (self.request.max_new_tokens, self.submitted);
         let answer = self.request.forced.clone().unwrap_or_default();
@@ -240,8 +243,8 @@ impl LiveRequest {
         }
     }
 
-    /// Records the logits at the next position of a forced answer. The last position is after the answer's
-    /// last token.
+    /// Records the logits, or the log-probabilities computed from them, at the next position of a forced
+    /// answer, as the request asks. The last position is the one after the answer's last token.
     pub(super) fn record_forced(&mut self, branch: usize, logits: &[f32]) {
         let branch = &mut self.branches[branch];
         if self.request.keep_logits {
@@ -253,8 +256,8 @@ impl LiveRequest {
         }
     }
 
-    /// Ends a sample with a forced answer. If the whole answer was computed, the reason is
-    /// [`FinishReason::Stop`].
+    /// Ends a sample with a forced answer. The reason is [`FinishReason::Stop`] if all of the answer's tokens
+    /// were computed, including the last, and [`FinishReason::Length`] otherwise.
     pub(super) fn end_forced(&mut self, branch: usize) {
         let computed = self.branches[branch].tokens.len() - self.branches[branch].prompt;
         let whole = self.request.forced.as_ref().is_some_and(|answer| computed == answer.len());

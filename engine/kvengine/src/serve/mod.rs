@@ -1,4 +1,4 @@
-//! Answering many requests at once.
+//! Answers many requests at once.
 //!
 //! ```text
 //!  submit ──► waiting, by priority and arrival

@@ -1,4 +1,5 @@
-//! Page-sparse decoding: each answer token attends only to the blocks whose keys may match its queries best.
+//! Page-sparse decoding: each answer token attends only to the blocks that may contain the keys closest to
+//! its queries.
 //!
 //! In each layer, the blocks with the largest [bounds](super::bounds) are selected. The first block and the
 //! last blocks are always included.
@@ -25,12 +26,14 @@ pub(super) struct SparseSample<'a> {
 }
 
 impl SparseSample<'_> {
-    /// Returns true if the sample selects blocks in a layer. A layer with a window sees few blocks anyway.
+    /// Returns true if the sample selects blocks in a layer. It does not in a layer with a window, which sees
+    /// few blocks anyway.
     pub(super) fn selects(&self, layer: usize, windowed: bool) -> bool {
         layer >= self.setting.dense_layers && !windowed
     }
 
-    /// Returns the blocks to attend to in a layer. Reads the keys of blocks that have no bounds yet.
+    /// Returns the blocks to attend to in a layer. Before that, reads the keys of blocks that have no bounds
+    /// yet.
     pub(super) fn select(
         &mut self,
         (runner, ropes, layer): (&Runner, &LayerRopes, usize),
@@ -90,8 +93,8 @@ fn read_keys(
     Ok(if latent { joined((&k, k.len() / count), (&v, v.len() / count)) } else { k })
 }
 
-/// Joins two matrices row by row: each row of the first is followed by the same row of the second. Rows have
-/// the given widths.
+/// Joins two matrices row by row: each row of `a` is followed by the same row of `b`. The rows are `a_width`
+/// and `b_width` elements wide.
 fn joined((a, a_width): (&[f32], usize), (b, b_width): (&[f32], usize)) -> Vec<f32> {
     let rows = a.chunks_exact(a_width.max(1)).zip(b.chunks_exact(b_width.max(1)));
     rows.flat_map(|(a, b)| a.iter().chain(b)).copied().collect()

@@ -41,8 +41,8 @@ impl Scheduler {
         batch.extend(feeds.iter_mut().filter_map(|feed| feed.input.take()));
     }
 
-    /// Feeds the last token of each of a request's answers, followed by guesses. Uses up to `guesses`
-    /// guesses, subtracts the number used, and returns the number of tokens fed.
+    /// Feeds the last token of each of a request's answers, followed by up to `guesses` guesses in total.
+    /// Subtracts the number of guesses from `guesses`, and returns the number of tokens fed.
     fn feed_answers(&mut self, runner: &mut Runner, rank: ServiceRank, guesses: &mut usize) -> usize {
         let Some(at) = index_of(&self.running, rank) else { return 0 };
         let live = &mut self.running[at];
@@ -62,7 +62,7 @@ impl Scheduler {
         fed
     }
 
-    /// Feeds up to `most` tokens of a request's documents and of one of its samples' prompts. Returns the
+    /// Feeds up to `most` tokens in total of a request's documents and of one sample's prompt. Returns the
     /// number of tokens fed.
     fn feed_prompt(
         &mut self,
@@ -146,7 +146,8 @@ impl Scheduler {
         fed + tokens
     }
 
-    /// Allocates slots for all chosen tokens. Makes room while there are too few blocks.
+    /// Allocates slots for all chosen tokens. Drops guesses or preempts requests as long as there are too few
+    /// blocks.
     fn take_slots(&mut self, runner: &mut Runner) {
         while let Err(error) = self.try_slots(runner) {
             let fed = |feed: &&Feed| feed.branch.is_some();
@@ -233,8 +234,8 @@ impl Scheduler {
         }
     }
 
-    /// Preempts a request: copies its blocks to host memory or frees them, and makes the request wait at its
-    /// old rank.
+    /// Preempts a request: frees its blocks, possibly after copying them to host memory, and makes the
+    /// request wait at its old rank.
     fn preempt(&mut self, runner: &mut Runner, rank: ServiceRank) {
         let Some(at) = index_of(&self.running, rank) else { return };
         self.plan.remove(rank);

@@ -1,4 +1,4 @@
-//! The samples of a request: their sequences, and the tokens that are chosen for them.
+//! Manages the samples of a request: creates and frees their sequences, and chooses their tokens.
 
 use std::ops::Range;
 
@@ -23,7 +23,7 @@ impl Branch {
         self.forget();
     }
 
-    /// Frees the blocks that the sample's later tokens do not attend to, in each group of layers with a
+    /// Frees the blocks that none of the sample's later tokens will attend to, in each group of layers with a
     /// window.
     pub(super) fn free_before_window(&self, runner: &mut Runner) -> Result<()> {
         self.sequence.map_or(Ok(()), |sequence| runner.caches.free_before(sequence, self.computed))
@@ -31,7 +31,7 @@ impl Branch {
 }
 
 impl LiveRequest {
-    /// Creates a branch's sequence, if it has none, starting with the cached part of its tokens.
+    /// Creates a branch's sequence, if it has none, with the cached part of its tokens.
     pub(super) fn begin_branch(&mut self, runner: &mut Runner, branch: usize) -> Result<()> {
         let finds = !self.prompt.is_chunked() && self.request.reuse;
         let (root, caches) = (*self.prompt.keys().root(), &mut runner.caches);
@@ -123,7 +123,7 @@ impl LiveRequest {
         }
     }
 
-    /// Takes over the question that a blend has computed, and starts the answer from its logits.
+    /// Adopts the question's sequence, which a blend has computed, and starts the answer from its logits.
     pub(super) fn take_blended(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
         let question = self.prompt.take_question();
         let branch = &mut self.branches[0];

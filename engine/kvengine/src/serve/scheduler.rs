@@ -1,4 +1,4 @@
-//! The scheduler: an engine's requests, and memory that steps reuse.
+//! The scheduler, which holds an engine's requests and the memory that steps reuse.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,7 +12,8 @@ use super::live::{LiveRequest, ServiceRank};
 use super::swap::{PreemptionCosts, SwapSpace};
 use crate::config::{EngineConfig, Scheduling};
 
-/// The upper bound of a step's limits: larger than any pass, and small enough that sums do not overflow.
+/// The value that the configured limits are reduced to if they are larger. It is larger than any pass, and so
+/// small that sums do not overflow.
 const MANY: usize = 1 << 28;
 
 /// The waiting and running requests of an engine.
@@ -36,7 +37,7 @@ pub(crate) struct Scheduler {
     pub(super) swap: SwapSpace,
 }
 
-/// An observer that watches one of the requests.
+/// An observer, and the ID of the request that it watches.
 pub(super) struct Watch<'a> {
     pub(super) id: Option<RequestId>,
     pub(super) observer: &'a mut dyn Observer,
@@ -55,9 +56,9 @@ impl Watch<'_> {
 pub struct Step {
     /// The number of tokens that were computed.
     pub tokens: usize,
-    /// The number of requests that have blocks after the step.
+    /// The number of requests that are running after the step.
     pub running: usize,
-    /// The number of requests that wait for blocks.
+    /// The number of requests that are waiting to be admitted after the step.
     pub waiting: usize,
     /// The number of preemptions since the engine was created.
     pub preemptions: u64,
@@ -75,7 +76,7 @@ impl Step {
 /// The total time of all steps since the engine was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StepTimes {
-    /// The time spent in the model: running passes, and gathering the evidence that strategies need.
+    /// The time spent in the model: in passes, and in computing the evidence that recompute strategies need.
     pub model: Duration,
     /// The time spent in the engine: planning, lookups, slots, sampling, and sending tokens.
     pub engine: Duration,

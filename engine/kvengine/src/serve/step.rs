@@ -15,7 +15,7 @@ use super::scheduler::{Scheduler, Step, Watch};
 use crate::error::{Error, Result};
 use crate::runner::Runner;
 
-/// The maximum time that a step waits for other engines if it has no work itself.
+/// The maximum time that a step waits for another engine's work if it has nothing to compute itself.
 const PAUSE: Duration = Duration::from_millis(2);
 
 impl Scheduler {
@@ -136,7 +136,7 @@ impl Scheduler {
         tokens
     }
 
-    /// Distributes the results of a pass over `tokens` tokens to its requests.
+    /// Passes the results of a pass, which computed `tokens` tokens, on to the pass's requests.
     fn take_results(&mut self, runner: &mut Runner, tokens: usize, pass: Forward) {
         let (mut row, mut counted) = (0, 0);
         let StepPlan { feeds, batch, failed, .. } = &mut self.plan;
@@ -214,7 +214,7 @@ impl Scheduler {
         runner.forward(ropes, batch, observer)
     }
 
-    /// Waits briefly for another engine's work, because there is nothing else to do.
+    /// Waits briefly for a part that another engine is computing. Called when there is nothing else to do.
     fn pause(&self) {
         if let Some(waiter) = self.running.iter().find_map(|live| live.prompt.waiter()) {
             waiter.wait_for(PAUSE);

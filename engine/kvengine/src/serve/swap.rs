@@ -30,7 +30,7 @@ pub struct PreemptionCosts {
 pub(super) struct SwapSpace {
     /// The maximum amount of host memory, in bytes.
     memory: usize,
-    /// Costs that were set explicitly. If they are set, no costs are measured.
+    /// Costs that were set explicitly. They take precedence over measured costs.
     given: Option<PreemptionCosts>,
     /// The running average of the prefill time, in seconds per token. `None` until a pass has been measured.
     token: Option<f64>,
@@ -57,7 +57,7 @@ impl SwapSpace {
         self.given = Some(costs);
     }
 
-    /// Returns the block counts of the host memory, if it was needed.
+    /// Returns the block counts of the host memory, or `None` if none has been allocated.
     pub(super) fn counts(&self) -> Option<PoolCounts> {
         self.host.as_ref().map(|host| host.iter().map(|pool| pool.blocks().counts()).sum())
     }
@@ -73,8 +73,8 @@ impl SwapSpace {
     }
 
     // Decision: docs/decisions/models.md#a-preempted-request-resumes-the-cheaper-way
-    /// Returns true if copying `blocks`, one count per group, costs less than recomputing `tokens` tokens.
-    /// Until a pass has been measured, copying is preferred.
+    /// Returns true if copying `blocks` blocks, one count per group, costs less than recomputing `tokens`
+    /// tokens. If no costs were set, copying is preferred until a prefill pass has been measured.
     fn prefers(&self, blocks: &[usize], tokens: usize) -> bool {
         match self.given {
             Some(costs) => {
@@ -181,8 +181,9 @@ impl SwapSpace {
 }
 
 impl LiveRequest {
-    /// Restores a request's sequences from host memory, all or none. Returns true if there were sequences to
-    /// restore. If there is no room although the request is `alone`, they are dropped and recomputed.
+    /// Restores a request's sequences from host memory, all or none. Returns true if sequences were restored.
+    /// If there is no room even though the request is `alone`, the copies are dropped, and the tokens are
+    /// recomputed.
     pub(super) fn swap_in(&mut self, runner: &mut Runner, alone: bool) -> Result<bool> {
         if self.branches.iter().all(|branch| branch.swapped.is_none()) {
             return Ok(false);
@@ -218,8 +219,8 @@ impl LiveRequest {
     }
 }
 
-/// Returns the number of tokens that a withdrawn request would recompute. Its other samples find the prompt
-/// that the first sample recomputes.
+/// Returns the number of tokens to recompute if the request is withdrawn. The prompt counts once, because the
+/// other samples find the prompt that the first sample recomputes.
 fn tokens_again(live: &LiveRequest) -> usize {
     let first = live.branches.first().map_or(0, |branch| branch.computed);
     let others = live.branches.iter().skip(1);
