@@ -22,7 +22,7 @@ pub enum Error {
         /// The error in its contents.
         source: Box<Error>,
     },
-    /// A config is malformed, contradictory or for an unsupported model.
+    /// A config is malformed, contradicts itself, or describes a model that is not supported.
     #[error("config: {0}")]
     Config(String),
     /// A GGUF file contradicts itself or needs an unsupported feature.
@@ -36,7 +36,7 @@ pub enum Error {
     /// A weight file is truncated, or its header or shard index is wrong.
     #[error("weights: {0}")]
     Weights(String),
-    /// A weight is missing, or does not suit the config or the dense steps.
+    /// A weight is missing, or does not match the config or its use in the dense steps.
     #[error("weights: {name} {problem}")]
     Weight {
         /// The name of the tensor.
@@ -55,7 +55,7 @@ pub enum Error {
         /// The line, and the reason or the template's own message.
         reason: String,
     },
-    /// The messages of a conversation cannot be answered.
+    /// The messages are malformed, or do not end with a user's message.
     #[error("messages: {0}")]
     Messages(String),
     /// A stop string is empty, which would end every answer before its first token.
@@ -77,8 +77,8 @@ pub enum Error {
     /// The observer stopped the request.
     #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
     Cancelled,
-    /// The library that runs the dense steps failed to compute a step: memory ran out, the device failed,
-    /// or shapes do not match.
+    /// The library that runs the dense steps failed to compute a step, for example because memory ran out,
+    /// the device failed, or shapes do not match.
     #[error("dense steps ({implementation}): {source}")]
     Dense {
         /// The name of the implementation.
@@ -95,8 +95,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Adds a file's path to an error in its contents. An error that already names its file, or that is not
-    /// the fault of any file, is unchanged.
+    /// Adds a file's path to an error in the file's contents. An error that already names a file, or that no
+    /// file has caused, is unchanged.
     pub(crate) fn in_file(self, path: impl Into<PathBuf>) -> Self {
         match self {
             Self::Config(_) | Self::Weights(_) | Self::Weight { .. } | Self::Tokenizer(_) => {
@@ -144,7 +144,7 @@ pub enum WeightProblem {
         /// The tensor's number of axes.
         got: usize,
     },
-    /// The rows are not made of whole blocks.
+    /// A row does not consist of whole blocks.
     #[error("has rows of {width} elements, which are no whole blocks of {block}")]
     Blocks {
         /// The number of elements per row.
@@ -152,7 +152,7 @@ pub enum WeightProblem {
         /// The number of elements per block.
         block: usize,
     },
-    /// There are too few bytes or too many.
+    /// The number of bytes does not match the type and shape.
     #[error("has {got} bytes, its type and shape ask for {expected}")]
     Length {
         /// The number of bytes that the type and shape need; `usize::MAX` if that number exceeds the

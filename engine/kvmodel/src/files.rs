@@ -1,11 +1,11 @@
-//! A model's small files, read as a whole.
+//! Reads a model's small files as a whole.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// A file's contents, with the path for errors.
+/// A file's contents, with the path to name in errors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FileContents<'a> {
     pub(crate) path: &'a Path,
@@ -23,7 +23,7 @@ impl SmallFile {
     /// Reads a file.
     ///
     /// # Errors
-    /// Returns [`Error::Io`], with the path.
+    /// Returns [`Error::Io`], with the path, if the file cannot be read.
     pub(crate) fn read(path: PathBuf) -> Result<Self> {
         match std::fs::read(&path) {
             Ok(bytes) => Ok(Self { path, bytes }),

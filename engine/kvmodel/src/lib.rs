@@ -1,9 +1,9 @@
 //! Decoder-only transformers whose attention reads the caches of `kvcore`.
 //!
-//! Keys, values and attention live on a [`kvcore::Backend`]. A [`dense::Dense`] computes the dense steps
-//! around them (embedding, norms, projections, feed-forward layers, head): by default on the host, with
-//! weights in their stored type. A model loads from a Hugging Face directory (`config.json`, safetensors in
-//! one file or shards, and `tokenizer.json` with its chat template) or from one GGUF file.
+//! A [`kvcore::Backend`] stores keys and values and computes attention. A [`dense::Dense`] computes
+//! everything else, the dense steps (embedding, norms, projections, feed-forward layers, head): by default on
+//! the host, with weights in their stored type. A model loads from a Hugging Face directory (`config.json`,
+//! safetensors in one file or shards, and `tokenizer.json` with its chat template) or from one GGUF file.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! Weights from safetensors, unchanged: one file, or an index with shards.
+//! Reads weights from safetensors, unchanged: from one file, or from shards with an index.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,12 +20,12 @@ const INDEX: &str = "model.safetensors.index.json";
 const NO_WEIGHTS: &str = "it has neither model.safetensors nor model.safetensors.index.json; convert weights of another format, \
                           such as pytorch_model.bin, to safetensors";
 
-/// A model's tensors by name, with a hash that identifies them. Each tensor is checked against the expected
-/// shape.
+/// A model's tensors by name, with a hash that identifies them. A tensor's shape is checked when the model
+/// takes it.
 ///
-/// Files are memory-mapped, and tensors are parts of them until the model takes them one by one. Dense steps
-/// that use weights unchanged keep these parts, so nothing is copied, and programs that run the same model
-/// share its memory.
+/// Files are memory-mapped, and the model takes the tensors, which are parts of the mapped files, one by one.
+/// Dense steps that use weights unchanged keep these parts, so nothing is copied, and processes that run the
+/// same model share its memory.
 #[derive(Debug)]
 pub struct Weights {
     source: WeightSource,
@@ -105,14 +105,15 @@ impl Weights {
         Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() }
     }
 
-    /// Creates random weights of any shape, for benchmarks. Vectors (norms and biases) are near 1.
-    /// Projections keep the magnitude of their input.
+    /// Creates random weights, for benchmarks: any tensor can be taken, with any shape. The elements of
+    /// vectors (norms and biases) are near 1, and projections roughly preserve the magnitude of their input.
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
         Self { source: WeightSource::Random(Box::new(StdRng::seed_from_u64(seed))), digest }
     }
 
-    /// Returns the hash of all files, which is part of the model's identity in keys.
+    /// Returns the hash that identifies the weights: the hash of all files, of the given tensors, or of the
+    /// random seed. It is part of the model's identity and of its keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
     }
@@ -167,7 +168,7 @@ fn shards(text: &str) -> Result<BTreeMap<String, String>> {
     if shards.is_empty() { Err(bad("no shards")) } else { Ok(shards) }
 }
 
-/// A safetensors file that is read tensor by tensor.
+/// A reader for the tensors of a safetensors file, which reads one tensor after another.
 struct FileReader<'a> {
     file: SharedBytes,
     /// The number of bytes read so far.

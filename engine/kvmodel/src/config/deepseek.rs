@@ -1,4 +1,4 @@
-//! The parts of a config that only DeepSeek-V3 has: latent attention and routed experts.
+//! The parts of a config that are specific to DeepSeek-V3: latent attention and routed experts.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -13,16 +13,18 @@ pub struct LatentConfig {
     pub q_lora_rank: Option<usize>,
     /// The width of the latent that holds a token's keys and values.
     pub kv_lora_rank: usize,
-    /// The number of elements in a head's query and key that carry no position.
+    /// The number of elements in a head's query and key that are not rotated.
     pub qk_nope_head_dim: usize,
-    /// The number of rotated elements in a head's query and key. All heads share the key's rotated part.
+    /// The number of elements in a head's query and key that are rotated. All heads share the rotated part of
+    /// the key.
     pub qk_rope_head_dim: usize,
     /// The number of elements in a head's value.
     pub v_head_dim: usize,
 }
 
-/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024). Scores are sigmoids. A correction bias
-/// affects the choice, but not the weights. Groups are chosen before experts.
+/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024). An expert's score is a sigmoid. A correction
+/// bias affects which experts are chosen, but not their weights. For each token, groups are chosen first, and
+/// then experts from these groups.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertsConfig {
     /// The number of leading layers with a dense feed-forward layer. All later layers have experts.
@@ -43,13 +45,13 @@ pub struct ExpertsConfig {
     /// The number of groups that the experts are divided into, in order.
     #[serde(rename = "n_group")]
     pub groups: usize,
-    /// The maximum number of groups that a token's experts may come from.
+    /// The number of groups that a token's experts are chosen from.
     #[serde(rename = "topk_group")]
     pub groups_per_token: usize,
-    /// True if a token's weights are normalised by their sum.
+    /// True if the weights of a token's experts are divided by their sum.
     #[serde(rename = "norm_topk_prob")]
     pub normalise: bool,
-    /// The factor applied to the weights.
+    /// The factor applied to the weights of a token's experts.
     #[serde(rename = "routed_scaling_factor")]
     pub scale: f64,
 }
@@ -77,8 +79,8 @@ impl LatentConfig {
         }
     }
 
-    /// Returns the number of elements in a head's query and key before absorption. This number determines
-    /// the softmax scale.
+    /// Returns the number of elements in a head's query and key before absorption. The softmax scale is
+    /// derived from this number.
     pub fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim
     }

@@ -1,4 +1,4 @@
-//! The config.json of Hugging Face transformers, versions 4 and 5.
+//! Parses the config.json of Hugging Face transformers, versions 4 and 5.
 
 use kvcore::{Pairing, RopeConfig};
 use serde::{Deserialize, Serialize};
@@ -54,10 +54,10 @@ pub struct ModelConfig {
     pub layers: Vec<LayerConfig>,
     /// The number of query heads.
     pub heads: usize,
-    /// The number of key/value heads. With latent attention, it is the number of query heads, because all
-    /// heads are expanded from one latent.
+    /// The number of key/value heads. With latent attention, this is the number of query heads, because the
+    /// keys and values of all heads are expanded from one latent.
     pub kv_heads: usize,
-    /// The number of elements in one head's query (`head_dim`).
+    /// The number of elements in one head's query.
     pub head_dim: usize,
     /// Latent attention, if the model has it instead of grouped-query attention (GQA).
     pub latent: Option<LatentConfig>,
@@ -65,7 +65,7 @@ pub struct ModelConfig {
     pub experts: Option<ExpertsConfig>,
     /// The factor applied to `q·k` before the softmax.
     pub softmax_scale: f32,
-    /// The epsilon that norms add to the mean square.
+    /// The epsilon that each norm adds to the mean square.
     pub rms_norm_eps: f64,
     /// The maximum number of positions per request: the model's own limit, or the larger one that its
     /// RoPE scaling allows.
@@ -78,7 +78,7 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// True if the feed-forward projections have biases.
     pub mlp_bias: bool,
-    /// The tokens that end an answer. If there are none, an answer ends only at a limit.
+    /// The tokens that end an answer. If there are none, an answer ends only when it reaches a limit.
     pub eos: Vec<u32>,
 }
 
@@ -106,20 +106,20 @@ struct Raw {
     eos_token_id: Value,
 }
 
-/// The maximum width, far above any real model's. A larger width means that the config is broken, and the
-/// tables built from it would exhaust memory.
+/// The maximum width, far above any real model's. A config with a larger width must be broken, and tables of
+/// that size would exhaust memory.
 const MAX_WIDTH: usize = 1 << 14;
-/// The maximum number of layers, for the same reason.
+/// The maximum number of layers, far above any real model's. A config with more layers must be broken.
 const MAX_LAYERS: usize = 1 << 14;
 
 impl ModelConfig {
     /// Creates the config of a Llama with `layers` layers for benchmarks with [random
     /// weights](crate::Weights::random). It has heads of 64 elements, a vocabulary of 4096 tokens, and 8192
-    /// positions. Four query heads share a key/value head if the number of heads is a multiple of four;
-    /// otherwise each has its own.
+    /// positions. If the number of query heads is a multiple of four, four of them share a key/value head;
+    /// otherwise, each has its own.
     ///
     /// # Errors
-    /// Returns [`Error::Config`] if there are no layers or too many, or if the width is too large or not a
+    /// Returns [`Error::Config`] if `layers` is 0 or too large, or if `hidden_size` is 0, too large or not a
     /// multiple of 64.
     pub fn benchmark(layers: usize, hidden_size: usize) -> Result<Self> {
         const HEAD_DIM: usize = 64;
@@ -155,8 +155,8 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the feed-forward width that a token goes through in a layer: the dense width, or the sum over
-    /// the token's experts.
+    /// Returns the total feed-forward width that a token uses in a layer: the dense width, or the sum of the
+    /// widths of the token's experts.
     pub(crate) fn active_width(&self, layer: usize) -> usize {
         match self.experts.filter(|experts| layer >= experts.dense_layers) {
             Some(experts) => (experts.per_token + experts.shared) * experts.intermediate_size,
@@ -234,8 +234,8 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the widest sliding window, or `None` if a layer has no window. No layer reads keys from before
-    /// the widest window.
+    /// Returns the width of the widest sliding window, or `None` if at least one layer has no window. No
+    /// layer reads keys from before this window.
     pub fn widest_window(&self) -> Option<usize> {
         self.layers.iter().map(|layer| layer.window).try_fold(0, |most, window| Some(most.max(window?)))
     }
@@ -320,8 +320,8 @@ fn family(json: &Value) -> Result<Family> {
     })
 }
 
-/// Rejects models whose position encoding is not rotary. Their keys cannot be moved, and this crate does not
-/// implement their attention.
+/// Rejects models whose position encoding is not rotary: their keys cannot be moved to other positions, and
+/// this crate does not implement their attention.
 fn refuse_other_positions(json: &Value) -> Result<()> {
     let text = |name: &str| json.get(name).and_then(Value::as_str).unwrap_or_default();
     let model_type = text("model_type");

@@ -1,5 +1,4 @@
-//! Rejects Hugging Face directories with quantised weights. If they were read as floats, they would give a
-//! different model.
+//! Rejects Hugging Face directories with quantised weights, which must not be read as floats.
 
 use serde_json::Value;
 

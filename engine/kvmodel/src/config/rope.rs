@@ -1,5 +1,5 @@
 //! Rotary embeddings in a config.json. transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5
-//! writes `rope_parameters` with both, either for all layers or by layer type.
+//! combines the two in `rope_parameters`, either for all layers or by layer type.
 
 use kvcore::{Pairing, RopeConfig, RopeScaling};
 use serde_json::Value;
@@ -8,7 +8,7 @@ use super::bad;
 use super::window::LAYER_TYPES;
 use crate::error::{Error, Result};
 
-/// Returns the rotary embedding for a layer of type `layer_type`, whose rows have `width` elements.
+/// Returns the rotary embedding for a layer of type `layer_type`, in which heads have `width` elements.
 pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairing) -> Result<RopeConfig> {
     let none = Value::Null;
     let all = of_all_layers(json).unwrap_or(&none);
@@ -39,7 +39,7 @@ pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairin
     Ok(config)
 }
 
-/// Numeric fields in the rotary parameters.
+/// The numeric fields in the rotary parameters.
 const NUMBERS: [&str; 12] = [
     "rope_theta",
     "partial_rotary_factor",
@@ -55,7 +55,7 @@ const NUMBERS: [&str; 12] = [
     "max_position_embeddings",
 ];
 
-/// Numeric fields outside the rotary parameters.
+/// The numeric fields outside the rotary parameters.
 const BESIDE: [&str; 4] =
     ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"];
 
@@ -69,7 +69,7 @@ fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
     }
 }
 
-/// Fields that name the kind of scaling, newest first.
+/// The fields that name the kind of scaling, newest first.
 const KINDS: [&str; 2] = ["rope_type", "type"];
 
 /// Rejects a kind of scaling that is not a string, because ignoring it would silently change the model.
@@ -93,8 +93,8 @@ pub(super) fn softmax_factor(json: &Value) -> f64 {
     }
 }
 
-/// Rejects rotary parameters that are not an object, and switches that are neither true nor false. The error
-/// names the field.
+/// Rejects rotary parameters that are not an object, and boolean fields that are neither true nor false. The
+/// error names the field.
 pub(super) fn check_shapes(json: &Value) -> Result<()> {
     let given = |of: &Value, name: &str| of.get(name).filter(|value| !value.is_null()).cloned();
     for name in ["rope_parameters", "rope_scaling"] {
@@ -143,14 +143,14 @@ impl Parameters<'_> {
         KINDS.iter().find_map(|name| self.of_layer.get(*name)?.as_str()).unwrap_or("default")
     }
 
-    /// Returns the number of positions that the config specifies for the model.
+    /// Returns the config's `max_position_embeddings`.
     fn max_positions(&self) -> Result<usize> {
         let positions = self.json.get("max_position_embeddings").and_then(Value::as_u64);
         Ok(positions.ok_or_else(|| Error::Config("max_position_embeddings is missing".to_owned()))? as usize)
     }
 
     /// Returns the context length before extension. A value outside the rotary parameters takes precedence
-    /// over one inside.
+    /// over a value inside them.
     fn original(&self) -> Result<usize> {
         let name = "original_max_position_embeddings";
         let value = self.json.get(name).and_then(Value::as_f64).or_else(|| self.number(name));

@@ -44,8 +44,8 @@ pub(super) fn windows(
     (0..layers).map(of_layer).collect()
 }
 
-/// Returns the window of the layers that have one. `null` means that no layer has a window. If the field is
-/// missing, the family's default applies.
+/// Returns the window of the layers that have one, or `None` if the family or the config does not use
+/// windows. If the field is missing, transformers' default applies; `null` means that there is no window.
 fn window(json: &Value, family: Family) -> Result<Option<usize>> {
     let in_use = match family {
         Family::Mistral => true,

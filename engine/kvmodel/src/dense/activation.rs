@@ -1,4 +1,4 @@
-//! Handles for activations and row indices. Only the implementation of the dense steps reads their contents.
+//! Handles for activations and row indices. Only an implementation of the dense steps reads their contents.
 
 use std::sync::Arc;
 
@@ -6,7 +6,8 @@ use kvcore::{Storage, TensorView};
 
 use super::host::{HostIndex, HostRows};
 
-/// The activations of some rows in f32: `[rows, width]` or `[rows, heads, dim]`. Clones share the values.
+/// A handle for the activations of some rows, in f32: `[rows, width]` or `[rows, heads, dim]`. Clones share
+/// the values.
 ///
 /// The model passes the handle from step to step and never reads the values. The values are in host memory,
 /// or in device memory as a view.
@@ -32,7 +33,7 @@ impl Activation {
         }
     }
 
-    /// Wraps rows in device memory, for implementations outside this crate.
+    /// Wraps rows in device memory. For implementations outside this crate.
     pub fn on_device(rows: TensorView) -> Self {
         Self(ActivationPlace::Device(rows))
     }
@@ -59,7 +60,8 @@ impl Activation {
     }
 }
 
-/// A list of row indices in the implementation's memory. Several steps may use the same list.
+/// A handle for a list of row indices in the memory of an implementation. Several steps may use the same
+/// list.
 #[derive(Debug, Clone)]
 pub struct RowIndex(IndexPlace);
 
@@ -81,7 +83,7 @@ impl RowIndex {
         }
     }
 
-    /// Wraps `len` row indices in device memory, for implementations outside this crate.
+    /// Wraps `len` row indices in device memory. For implementations outside this crate.
     pub fn on_device(storage: Arc<dyn Storage>, len: usize) -> Self {
         Self(IndexPlace::Device { storage, len })
     }

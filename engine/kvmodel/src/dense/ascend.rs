@@ -13,7 +13,7 @@ device_dense! {
     AscendDense of "ascend": AscendBackend, AscendDenseSteps, AscendWeight, place: place
 }
 
-/// Puts a weight on the device.
+/// Uploads a weight to the device.
 fn place(steps: &AscendDenseSteps, stored: &StoredWeight, _: WeightUse) -> Result<AscendWeight> {
     let shape = stored.shape();
     let rows = shape[..shape.len() - 1].iter().product();

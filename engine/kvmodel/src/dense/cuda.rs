@@ -10,12 +10,12 @@ device_dense! {
     /// The dense steps on an NVIDIA GPU.
     ///
     /// Only token IDs are uploaded, and only logits are read back (with routed experts, also their scores).
-    /// Weights keep their stored type; products have f32 precision. cuBLAS multiplies matrices with many
-    /// rows.
+    /// Weights keep their stored type, and matrix products have f32 precision. Products with many rows run on
+    /// cuBLAS.
     CudaDense of "cuda": CudaBackend, CudaSteps, CudaWeight, place: place
 }
 
-/// Puts a weight on the device.
+/// Uploads a weight to the device.
 fn place(steps: &CudaSteps, stored: &StoredWeight, purpose: WeightUse) -> Result<CudaWeight> {
     let (kind, bytes) = held_as(stored, purpose)?;
     let shape = stored.shape();
@@ -23,7 +23,7 @@ fn place(steps: &CudaSteps, stored: &StoredWeight, purpose: WeightUse) -> Result
     Ok(steps.weight(kind, rows, stored.width(), &bytes)?)
 }
 
-/// Returns the type in which the device stores a weight, and the bytes in this type.
+/// Returns the type in which the device stores a weight, and the weight's bytes in this type.
 fn held_as(stored: &StoredWeight, purpose: WeightUse) -> Result<(StoredKind, Vec<u8>)> {
     let in_f32 = || Ok((StoredKind::F32, bytemuck::cast_slice(&stored.to_f32()).to_vec()));
     let own = match stored.dtype() {

@@ -1,10 +1,11 @@
 //! The dense steps on a device: weights and activations stay in its memory, and only token IDs and logits are
 //! transferred.
 //!
-//! Each backend has a type with methods named like [`Dense`](super::Dense)'s. The macro implements `Dense` by
-//! calling them.
+//! Each backend has a type whose methods have the same names as the methods of [`Dense`](super::Dense). The
+//! macro implements `Dense` by calling these methods.
 
-/// Implements [`Dense`](super::Dense) on top of a backend's steps. `place` puts a weight on the device.
+/// Implements [`Dense`](super::Dense) on top of a backend's steps. `place` must be a function that uploads a
+/// weight to the device.
 macro_rules! device_dense {
     (
         $(#[$doc:meta])*
@@ -35,8 +36,8 @@ macro_rules! device_dense {
             /// Creates the steps for a backend's device.
             ///
             /// # Errors
-            /// Returns [`kvcore::Error::NoDevice`] if the device's libraries lack something that the steps
-            /// need. Returns the errors of the device.
+            /// Returns [`kvcore::Error::NoDevice`] if the steps need something that the device's libraries
+            /// lack, and the errors of the device.
             pub fn new(backend: &$backend) -> Result<Self> {
                 Ok(Self { steps: Arc::new(<$steps>::new(backend)?) })
             }
@@ -179,7 +180,8 @@ macro_rules! device_dense {
             }
         }
 
-        /// The border on the device: views are the activations themselves, and events order the two streams.
+        /// The border on a device: a view is the activation itself, and events order the steps' stream and
+        /// the operations' stream.
         #[derive(Debug)]
         struct DeviceBorder {
             steps: Arc<$steps>,

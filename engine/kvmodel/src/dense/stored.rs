@@ -8,7 +8,7 @@ use kvbackend_cpu::dense::{SharedBytes, StoredType};
 
 use crate::error::{Error, Result, WeightProblem};
 
-/// A stored weight: dense and row-major, in little-endian bytes.
+/// A weight as stored in a file: row-major and without gaps, in little-endian bytes.
 ///
 /// ```
 /// use kvmodel::dense::{StoredType, StoredWeight};
@@ -38,7 +38,7 @@ impl StoredWeight {
     /// Creates a weight from its bytes.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`], with the name, if the rows are not made of whole blocks, or if the number
+    /// Returns [`Error::Weight`], with the name, if a row does not consist of whole blocks, or if the number
     /// of bytes does not match the shape.
     pub fn new(
         name: impl Into<String>,
@@ -93,8 +93,8 @@ impl StoredWeight {
         values
     }
 
-    /// Returns all elements in `Q8_0` blocks, rounded as in ggml, or `None` if the rows are not made of whole
-    /// blocks.
+    /// Returns all elements in `Q8_0` blocks, rounded as in ggml, or `None` if a row does not consist of
+    /// whole blocks.
     pub fn to_q8_0(&self) -> Option<Vec<u8>> {
         const BLOCK: usize = StoredType::Q8_0.block_elements();
         if !self.width().is_multiple_of(BLOCK) {
@@ -114,7 +114,7 @@ impl StoredWeight {
     /// Checks that the weight has `shape`.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`], with the name and both shapes.
+    /// Returns [`Error::Weight`], with the name and both shapes, if it does not.
     pub fn check_shape(&self, shape: &[usize]) -> Result<()> {
         if self.shape == shape {
             return Ok(());
@@ -123,7 +123,8 @@ impl StoredWeight {
         Err(Error::Weight { name: self.name.clone(), problem })
     }
 
-    /// Returns the rows `rows` of each head of a matrix `[heads · height, width]`, as `[heads, rows, width]`.
+    /// Returns the rows in `rows` of each head, as `[heads, rows, width]`. The weight must be a matrix
+    /// `[heads · height, width]`.
     ///
     /// # Errors
     /// Returns [`Error::Weight`] if the weight is not such a matrix or a head has fewer rows.

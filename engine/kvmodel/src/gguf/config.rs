@@ -16,12 +16,13 @@ const NEEDED: [(&str, &str); 5] = [
     ("context_length", "max_position_embeddings"),
 ];
 
-/// Integers that have a default.
+/// Optional integers, which have a default: the GGUF field, without the architecture's prefix, and the
+/// config.json field.
 const OPTIONAL: [(&str, &str); 2] =
     [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
 
-/// GGUF fields with numbers for the rotary embedding, and the names of these fields in the embedding's
-/// errors.
+/// GGUF fields with numbers for the rotary embedding, and the names that the rotary embedding's errors use
+/// for them.
 const ROPE: [(&str, &str); 3] = [
     ("rope.freq_base", "theta"),
     ("rope.scaling.factor", "factor"),

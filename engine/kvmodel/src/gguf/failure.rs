@@ -1,4 +1,4 @@
-//! Errors in reading a GGUF file, without the file's path.
+//! Errors from reading a GGUF file, before the file's path is added.
 
 use crate::error::Error;
 

@@ -1,4 +1,5 @@
-//! The header of a GGUF file: fields, and the places of tensors, checked against the file's length.
+//! Reads the header of a GGUF file: the fields and the places of the tensors. Lengths in the header are
+//! checked against the file's length.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -7,7 +8,7 @@ use super::failure::{GgufFailure, wrong};
 
 const MAGIC: [u8; 4] = *b"GGUF";
 
-/// The alignment for a file that specifies none.
+/// The alignment of tensors, in bytes, in a file that does not specify one.
 const ALIGNMENT: u64 = 32;
 
 /// The maximum number of bytes in a string.
@@ -25,7 +26,7 @@ pub(super) enum FieldValue {
     List(Vec<FieldValue>),
 }
 
-/// A tensor in the file.
+/// The description of a tensor in the header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TensorPlace {
     pub(super) name: String,
@@ -33,7 +34,7 @@ pub(super) struct TensorPlace {
     pub(super) shape: Vec<usize>,
     /// ggml's ID for the element type.
     pub(super) dtype: u32,
-    /// The offset in bytes from the start of the data.
+    /// The tensor's offset in bytes from the start of the data.
     pub(super) offset: u64,
 }
 
@@ -44,7 +45,7 @@ pub(super) struct Header {
     pub(super) tensors: Vec<TensorPlace>,
     /// The alignment of tensors in bytes.
     pub(super) alignment: u64,
-    /// The offset of the data in the file.
+    /// The offset in bytes of the data from the start of the file.
     pub(super) data: u64,
 }
 

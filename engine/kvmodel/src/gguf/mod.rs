@@ -8,8 +8,8 @@
 //! ```
 //!
 //! `config` turns the fields into the config that `config.json` would hold, and `tokenizer` into the
-//! tokenizer of `tokenizer.json`. `places` checks the offsets of tensors, and `tensors` names weights and
-//! orders their rows as Hugging Face models do. Errors name the file and its tensors: [`load`] adds the
+//! tokenizer of `tokenizer.json`. `places` checks the offsets of tensors, and `tensors` gives weights the
+//! names and the row order of Hugging Face models. Errors name the file and its tensors: [`load`] adds the
 //! path and the names.
 
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! The places of tensors: each must be aligned, inside the file, and must not overlap another.
+//! Checks the places of tensors: each tensor must be aligned, must be inside the file, and must not overlap
+//! another tensor.
 
 use std::collections::HashSet;
 use std::ops::Range;

@@ -9,7 +9,7 @@ use crate::config::{Family, ModelConfig};
 use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::weights::Weights;
 
-/// The tensor with the divisor of each frequency of a scaled RoPE.
+/// The name of the tensor that contains the divisors of a scaled RoPE's frequencies.
 const FACTORS: &str = "rope_freqs.weight";
 
 /// The tensors outside of layers: their names in the file and in a Hugging Face model.
@@ -58,7 +58,8 @@ pub(super) fn name_in_file(name: &str) -> String {
     whole.or_else(of_layer).unwrap_or_else(|| name.to_owned())
 }
 
-/// Reads the tensors. Frequency divisors go into the config.
+/// Returns the file's tensors as weights of a Hugging Face model. RoPE frequency divisors are added to the
+/// config instead.
 pub(super) fn weights(
     header: &Header,
     config: &mut ModelConfig,
@@ -101,8 +102,8 @@ fn read(placed: &PlacedTensor<'_>, name: String, file: &SharedBytes) -> Result<S
 
 /// Reorders the rows of queries and keys as in Hugging Face models.
 ///
-/// For the architecture "llama", llama.cpp rotates neighbouring elements. It therefore stores rows `i` and
-/// `i + head_dim / 2` of each head one after the other.
+/// For the architecture "llama", llama.cpp rotates pairs of neighbouring elements. GGUF files therefore store
+/// rows `i` and `i + head_dim / 2` of each head next to each other.
 fn in_order(
     stored: StoredWeight,
     place: &TensorPlace,

@@ -16,12 +16,12 @@ const CONTROL: i64 = 3;
 /// GGUF's type ID for tokens that users have added, which are never split.
 const ADDED: i64 = 4;
 
-/// The pattern that Llama 3 and Qwen2 use to split text before they merge bytes. The two models differ in
-/// how many digits of a number stay together.
+/// The pattern by which Llama 3 and Qwen2 split text before byte pairs are merged. `DIGITS` stands for the
+/// repetition count of digits, in which the two models differ.
 const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Returns the steps that split text, the normalizer, and true if a whole word that is a token stays
-/// unmerged.
+/// Returns the pre-tokenizer, the normalizer, and true if merges are skipped for a whole word that is a
+/// token.
 fn pre(name: &str) -> Result<(Value, Value, bool), GgufFailure> {
     let bytes = |by_words: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": by_words });
     let split = |digits: &str| {

@@ -32,7 +32,8 @@ impl Experts {
         Ok(Self { router: Router { config, bias }, gate, routed, shared })
     }
 
-    /// Runs every expert once, over the rows that chose it. The choice is made on the host.
+    /// Runs the shared experts over all rows, and each routed expert once, over the rows that it was chosen
+    /// for. The experts are chosen on the host.
     pub(super) fn forward(&self, dense: &dyn Dense, x: &Activation) -> Result<Activation> {
         let mut logits = Vec::new();
         dense.read(&self.gate.forward(dense, x)?, &mut logits)?;
@@ -59,7 +60,7 @@ impl Experts {
     }
 }
 
-/// A router, which chooses and weighs experts.
+/// A router, which chooses each row's experts and their weights.
 #[derive(Debug)]
 struct Router {
     config: ExpertsConfig,
@@ -68,7 +69,7 @@ struct Router {
 }
 
 impl Router {
-    /// Returns the experts of a row with their weights, from one logit per expert.
+    /// Returns the experts chosen for a row, each with its weight. `logits` contains one logit per expert.
     fn route(&self, logits: &[f32]) -> Vec<(usize, f32)> {
         let c = &self.config;
         let scores: Vec<f32> = logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect();

@@ -1,4 +1,4 @@
-//! Projections of grouped-query attention (Ainslie et al., 2023).
+//! The projections of grouped-query attention (Ainslie et al., 2023).
 
 use super::{Linear, Loader, Projected, RmsNorm};
 use crate::config::{Family, ModelConfig};
@@ -54,7 +54,7 @@ impl GroupedQuery {
         Ok(Projected { q, q_latent: None, k, v })
     }
 
-    /// Projects attention `[rows, heads, head_dim]` to the residual stream.
+    /// Projects the output of attention, `[rows, heads, head_dim]`, to the residual stream.
     pub(super) fn output(&self, dense: &dyn Dense, attention: &Activation) -> Result<Activation> {
         self.output.forward(dense, &dense.join_heads(attention)?)
     }

@@ -1,9 +1,9 @@
-//! Absorbed projections of multi-head latent attention (DeepSeek-AI, 2024). The cache holds each token's
+//! The absorbed projections of multi-head latent attention (DeepSeek-AI, 2024). The cache holds each token's
 //! latent and the rotated part of its key, and attention runs over both.
 //!
 //! With `k_h = Uᴷ_h c` and `v_h = Uⱽ_h c` for a latent `c`, `q_h·k_h = (Uᴷ_hᵀ q_h)·c` and `Σ p v_h = Uⱽ_h Σ p
 //! c`. Queries are projected to the latent's space before attention, and outputs are projected back after it.
-//! No head's key or value is ever formed.
+//! The keys and values of individual heads are never computed.
 
 use std::sync::Arc;
 
@@ -94,7 +94,8 @@ impl LatentAttention {
         })
     }
 
-    /// Projects attention over latents `[rows, heads, kv_lora_rank]` to the residual stream.
+    /// Projects the output of attention over the latents, `[rows, heads, kv_lora_rank]`, to the residual
+    /// stream.
     pub(super) fn output(&self, dense: &dyn Dense, attention: &Activation) -> Result<Activation> {
         let values = dense.by_head(attention, self.value.as_ref())?;
         self.output.forward(dense, &dense.join_heads(&values)?)

@@ -1,4 +1,4 @@
-//! Loads weights from their files into the dense steps, one by one.
+//! Loads weights from their files into an implementation of the dense steps, one by one.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use crate::dense::{Dense, StoredWeight, Weight, WeightFormat, WeightUse};
 use crate::error::Result;
 use crate::weights::Weights;
 
-/// A model's weights while the model is being built.
+/// Loads a model's weights while the model is being built.
 pub(crate) struct Loader<'a> {
     weights: &'a mut Weights,
     dense: &'a dyn Dense,
@@ -43,7 +43,7 @@ impl<'a> Loader<'a> {
         self.load(&format!("{name}.weight"), &[vocabulary, width], WeightUse::Table)
     }
 
-    /// Returns the head whose matrix is the embedding table.
+    /// Returns the output head, whose matrix is the embedding table.
     pub(crate) fn tied_head(&mut self, table: &Arc<dyn Weight>) -> Result<Linear> {
         let matrix = self.dense.tied_head(table.as_ref(), self.format)?;
         Ok(Linear::new(self.counted(matrix), None))
@@ -63,7 +63,7 @@ impl<'a> Loader<'a> {
         Ok(Linear::new(matrix, bias))
     }
 
-    /// Loads a projection whose weights are not rounded in any format.
+    /// Loads a projection whose weights are not rounded, whatever the model's weight format is.
     pub(crate) fn exact_linear(&mut self, name: &str, out: usize, input: usize) -> Result<Linear> {
         let matrix = self.load(&format!("{name}.weight"), &[out, input], WeightUse::ExactProjection)?;
         Ok(Linear::new(matrix, None))
@@ -77,12 +77,13 @@ impl<'a> Loader<'a> {
         Ok(numbers)
     }
 
-    /// Returns a matrix `[heads · height, width]`. [`by_head`](Self::by_head) loads parts of it.
+    /// Removes a stored weight of the given shape and returns it, so that [`by_head`](Self::by_head) can load
+    /// parts of it.
     pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<StoredWeight> {
         self.weights.take(&format!("{name}.weight"), shape)
     }
 
-    /// Loads some rows of each head as one matrix per head.
+    /// Loads the given rows of each head as one matrix per head.
     pub(crate) fn by_head(
         &mut self,
         stored: &StoredWeight,

@@ -19,7 +19,7 @@ pub(crate) use linear::Linear;
 pub(crate) use load::Loader;
 pub(crate) use norm::RmsNorm;
 
-/// A decoder layer without the attention itself, which runs on the backend that holds the cache.
+/// A decoder layer without the attention itself, which runs on the backend that stores the cache.
 #[derive(Debug)]
 pub(crate) struct Layer {
     input_norm: RmsNorm,
@@ -28,7 +28,7 @@ pub(crate) struct Layer {
     feed_forward: FeedForward,
 }
 
-/// The projections around attention.
+/// The projections before and after attention.
 #[derive(Debug)]
 enum Projections {
     Grouped(GroupedQuery),
@@ -49,13 +49,13 @@ pub(crate) struct Projected {
 }
 
 impl Projected {
-    /// Returns the inputs of the given rows only.
+    /// Returns the queries, keys and values of only the given rows.
     pub(crate) fn select(&self, dense: &dyn Dense, rows: &RowIndex) -> Result<Self> {
         let (k, v) = (dense.select(&self.k, rows)?, dense.select(&self.v, rows)?);
         Ok(Self { k, v, ..self.asking(dense, rows)? })
     }
 
-    /// Returns only the queries of the given rows, with all keys and values.
+    /// Returns the queries of only the given rows, and the keys and values of all rows.
     pub(crate) fn asking(&self, dense: &dyn Dense, rows: &RowIndex) -> Result<Self> {
         let q_latent = self.q_latent.as_ref().map(|q| dense.select(q, rows)).transpose()?;
         Ok(Self { q: dense.select(&self.q, rows)?, q_latent, k: self.k.clone(), v: self.v.clone() })
@@ -92,7 +92,8 @@ impl Layer {
         }
     }
 
-    /// Applies attention `[rows, heads, dim]` and the feed-forward layer. Returns the residual stream.
+    /// Adds the output of attention, `[rows, heads, dim]`, and then the feed-forward layer to the residual
+    /// stream `x`. Returns the new residual stream.
     pub(crate) fn finish(
         &self,
         dense: &dyn Dense,

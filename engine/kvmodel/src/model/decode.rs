@@ -1,5 +1,5 @@
-//! Decode steps: passes whose rows all have logits. They are captured as graphs if the backend and the dense
-//! steps allow it.
+//! Decode steps: passes that compute logits for all rows. They are captured as graphs if the backend and the
+//! dense steps support this.
 
 use std::sync::Arc;
 
@@ -11,19 +11,18 @@ use super::{ComputeDevice, Forward, LogitRows, Model};
 use crate::dense::Activation;
 use crate::error::{Error, Result};
 
-/// The memory that decode steps reuse for their passes and graphs. Steps of one model over one arena take
-/// turns using it, whatever their requests. A step of another model, arena or rotary embedding drops the
-/// graphs. All steps must use the same stream.
+/// The memory that decode steps reuse for their passes and graphs. It serves one step at a time. A step with
+/// another model, arena, key form or rotary embedding drops the graphs. All steps must use the same stream.
 #[derive(Debug)]
 pub struct DecodeMemory {
     pass: PassMemory,
     /// The graphs, each with its logits.
     graphs: GraphCache<Activation>,
-    /// The model and the memory that the graphs refer to.
+    /// The model and the arena that the graphs refer to; `None` before the first graph.
     scene: Option<Scene>,
 }
 
-/// The model and the memory that all steps of a graph share.
+/// The model, the rotary embeddings and the arena that a graph's steps must use.
 #[derive(Debug)]
 struct Scene {
     revision: [u8; 32],
@@ -60,7 +59,7 @@ impl DecodeMemory {
         self.graphs.counts()
     }
 
-    /// Drops the graphs if they belong to another model or other memory.
+    /// Drops the graphs if they refer to another model, arena, key form or rotary embedding.
     fn turn_to(&mut self, model: &Model, device: &ComputeDevice, ropes: &LayerRopes) {
         if self.scene.as_ref().is_some_and(|scene| scene.is_of(model, device, ropes)) {
             return;
@@ -78,13 +77,14 @@ impl Default for DecodeMemory {
 }
 
 impl Model {
-    /// Runs a decode step: like [`forward`](Self::forward), for sequences that want the logits of all their
-    /// tokens. Reads the logits into the memory of `logits`.
+    /// Runs a decode step, like [`forward`](Self::forward), but reuses `memory`, reads the logits into the
+    /// memory of `logits`, and may use graphs. It is meant for sequences that request logits for all their
+    /// tokens.
     ///
-    /// If the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, repeating a
-    /// step with other tokens, positions, slots and segments replays a graph. The results are bit for bit the
-    /// same as when the step runs operation by operation. Batches are padded to a power of two. The following
-    /// steps run operation by operation: the first of each kind, steps that read results on the host (routed
+    /// If the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, a later step
+    /// of the same kind, with other tokens, positions, slots and segments, replays a graph. The results are
+    /// bit for bit the same as without the graph. Batches are padded to a power of two. The following steps
+    /// run operation by operation: the first of each kind, steps that read results on the host (routed
     /// experts), steps without logits for some tokens, and steps over several groups of layers, whose slots
     /// and segments a graph cannot hold.
     ///

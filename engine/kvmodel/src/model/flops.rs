@@ -1,4 +1,4 @@
-//! Floating-point operations of a pass, computed from the config.
+//! Counts the floating-point operations of a pass, from the config.
 
 use super::Model;
 
@@ -6,8 +6,8 @@ use super::Model;
 const MULTIPLY_ADD: u64 = 2;
 
 impl Model {
-    /// Counts the operations of the projections before attention: `rows` rows to keys and values, and
-    /// `asking` rows to queries.
+    /// Counts the operations of the projections before attention, which project `rows` rows to keys and
+    /// values, and `asking` rows to queries.
     pub(super) fn projection_flops(&self, rows: usize, asking: usize) -> u64 {
         let c = &self.config;
         let (key_value, query) = match c.latent {
@@ -25,8 +25,7 @@ impl Model {
         MULTIPLY_ADD * (rows as u64 * key_value as u64 + asking as u64 * query as u64)
     }
 
-    /// Counts the operations of attention over `visible` pairs, each of a row and a token that it
-    /// sees.
+    /// Counts the operations of attention over `visible` pairs of a row and a token that the row sees.
     pub(super) fn attention_flops(&self, visible: u64) -> u64 {
         let c = &self.config;
         let width = match c.latent {
@@ -36,7 +35,8 @@ impl Model {
         MULTIPLY_ADD * visible * width as u64
     }
 
-    /// Counts the operations of the projection of attention's output and of the feed-forward layer.
+    /// Counts the operations after attention for `rows` rows: the output projection and the feed-forward
+    /// layer of `layer`.
     pub(super) fn finish_flops(&self, layer: usize, rows: usize) -> u64 {
         let c = &self.config;
         let output = match c.latent {
@@ -47,15 +47,15 @@ impl Model {
         MULTIPLY_ADD * rows as u64 * (output + feed_forward) as u64
     }
 
-    /// Counts the operations of a pass whose `rows` rows all have logits and see `visible` tokens
-    /// in total.
+    /// Counts the operations of a pass that computes logits for all of its `rows` rows, which see `visible`
+    /// tokens in total.
     pub(super) fn step_flops(&self, rows: usize, visible: u64) -> u64 {
         let attention = self.projection_flops(rows, rows) + self.attention_flops(visible);
         let layers = (0..self.config.num_layers()).map(|layer| attention + self.finish_flops(layer, rows));
         layers.sum::<u64>() + self.head_flops(rows)
     }
 
-    /// Counts the operations of the output head.
+    /// Counts the operations of the output head for `rows` rows.
     pub(super) fn head_flops(&self, rows: usize) -> u64 {
         MULTIPLY_ADD * rows as u64 * (self.config.hidden_size * self.config.vocab_size) as u64
     }

@@ -1,4 +1,4 @@
-//! Groups of a model's layers. A group's layers attend to the same tokens, so they share one block table.
+//! Groups of layers that attend to the same tokens and therefore share a block table.
 
 use kvcore::{GroupKind, KvExtents, KvFormat};
 
@@ -9,7 +9,7 @@ use crate::error::Result;
 /// Layers that attend to the same tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerGroup {
-    /// The kind of the group, which determines the tokens that its layers attend to.
+    /// The kind of the group, which determines which tokens its layers attend to.
     pub kind: GroupKind,
     /// The layers, in order.
     pub layers: Vec<usize>,
@@ -49,7 +49,7 @@ impl Model {
         &self.groups
     }
 
-    /// Returns the extents that a group's cache needs.
+    /// Returns the extents of a cache for a group's layers.
     pub fn extents_of(&self, group: &LayerGroup, format: impl Into<KvFormat>) -> KvExtents {
         KvExtents { num_layers: group.layers.len(), ..self.kv_extents(format) }
     }

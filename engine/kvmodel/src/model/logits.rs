@@ -1,6 +1,6 @@
 //! The logits of a pass, on the host.
 
-/// Rows of logits, with one number per token in the vocabulary.
+/// Rows of logits, each with one logit per token in the vocabulary.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogitRows {
     values: Vec<f32>,

@@ -52,9 +52,9 @@ pub struct Model {
 
 /// An observer of a request's progress, which may stop the request.
 ///
-/// A break ends the request with [`Error::Cancelled`] and frees everything that it held. If the observer
-/// finds the answer complete, the request ends early and returns the answer. The default methods let a
-/// request continue, and so does the observer `()`.
+/// If a method returns [`ControlFlow::Break`], the request ends with [`Error::Cancelled`] and releases
+/// everything that it holds. If [`is_complete`](Self::is_complete) returns true, the request ends early and
+/// returns its answer. The default methods never end a request, and neither does the observer `()`.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -76,8 +76,9 @@ pub struct Model {
 /// assert!(Until(&stop).layer(2, 8).is_break());
 /// ```
 pub trait Observer {
-    /// Called when `done` of `total` layers of a prefill pass are computed. A prefill has several passes if
-    /// it waits for other requests' chunks, or if some tokens are recomputed.
+    /// Called when `done` of the `total` layers of a prefill pass have been computed. A prefill has several
+    /// passes if, for example, its prompt is long, it waits for other requests' chunks, or some tokens are
+    /// recomputed.
     fn layer(&mut self, done: usize, total: usize) -> ControlFlow<()> {
         let _ = (done, total);
         ControlFlow::Continue(())
@@ -107,7 +108,7 @@ pub struct ComputeDevice<'a> {
     /// The arenas that hold keys and values: one for all layers, or one for each of the model's
     /// [groups](Model::groups).
     pub arenas: &'a [KvArena],
-    /// The form in which the arena stores keys: rotated or unrotated.
+    /// The form in which the arenas store keys: rotated or unrotated.
     pub keys: KeyForm,
     /// The profiler that records the pass's times.
     pub profiler: &'a Profiler,
@@ -172,14 +173,14 @@ impl Model {
         self.weight_bytes
     }
 
-    /// Returns the configuration.
+    /// Returns the config.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Returns every layer's rotary embedding for a request whose positions are all below `longest`,
-    /// including the tokens that it may still generate. The embeddings are part of the request's keys; see
-    /// [`kvcore::Regime`].
+    /// Returns every layer's rotary embedding for a request that uses only positions below `longest`,
+    /// including the positions of tokens that it may still generate. The embeddings are part of the request's
+    /// keys; see [`kvcore::Regime`].
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if the model has fewer positions.
@@ -187,8 +188,8 @@ impl Model {
         Ok(self.ropes.at(longest)?)
     }
 
-    /// Returns the hash of the weights, the config, the weight format and the name of the dense steps.
-    /// Given the tokens, keys and values depend on nothing else.
+    /// Returns the hash of the weights, the config, the weight format and the name of the dense steps:
+    /// everything in the model that its keys and values depend on.
     pub fn revision(&self) -> &[u8; 32] {
         &self.revision
     }

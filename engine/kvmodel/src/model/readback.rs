@@ -1,4 +1,4 @@
-//! Rows of a cache, copied out of its arena, for callers that inspect keys and values rather than attend to
+//! Copies rows of a cache out of its arena, for callers that inspect keys and values instead of attending to
 //! them.
 
 use std::ops::Range;
@@ -36,8 +36,8 @@ impl KvRows {
         Ok(Self { k: tensor(shape.k_heads, shape.k_dim)?, v: tensor(shape.v_heads, shape.v_dim)? })
     }
 
-    /// Fills the rows from one layer: row `i` from slot `slots[i]`. Rotates the keys on the fly if `rotation`
-    /// is given. There must be as many slots as rows.
+    /// Fills row `i` from slot `slots[i]` of a layer. If `rotation` is given, rotates the keys on the fly.
+    /// There must be as many slots as rows.
     ///
     /// # Errors
     /// Returns the errors of the stream.
@@ -53,7 +53,7 @@ impl KvRows {
         Ok(stream.gather(&Gather { arena, layer, slots, k, v, rotation })?)
     }
 
-    /// Waits for the rows, and returns keys and values on the host.
+    /// Waits for the rows, and returns the keys and values in f32 on the host.
     ///
     /// # Errors
     /// Returns the errors of the stream.

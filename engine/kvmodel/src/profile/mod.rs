@@ -1,4 +1,4 @@
-//! Named spans and counters: times, and counts of events.
+//! Named spans, which measure times, and named counters of events.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ pub use report::{ProfileReport, SpanStats};
 
 /// A collection of spans and counters. Clones share the collection, and any thread may use them.
 ///
-/// A disabled profiler holds nothing. A span costs one pointer test when it begins and one when it ends, and
-/// an increment costs one. No clock is read, no lock is taken and no memory is allocated.
+/// A disabled profiler records nothing. A span costs one pointer test when it begins and one when it ends,
+/// and an increment costs one pointer test. No clock is read, no lock is taken and no memory is allocated.
 ///
-/// An enabled profiler reads the clock twice per span, and takes a lock for a moment when the span ends. The
-/// lock is not held while the work runs, so spans may be nested. The time of an outer span includes the
-/// times of its inner spans.
+/// An enabled profiler reads the clock twice per span, and briefly takes a lock when the span ends. The lock
+/// is not held while the work runs, so spans may be nested. The time of an outer span includes the times of
+/// its inner spans.
 ///
 /// ```
 /// use kvmodel::Profiler;
@@ -69,7 +69,7 @@ impl Profiler {
         work()
     }
 
-    /// Adds `by` to a counter. A counter starts at 0 and saturates at the maximum.
+    /// Adds `by` to a counter. A counter starts at 0 and saturates at `u64::MAX`.
     #[inline]
     pub fn increment(&self, name: &'static str, by: u64) {
         if let Some(records) = &self.0 {

@@ -1,4 +1,4 @@
-//! The report of a profiler: its numbers, as a table and as JSON.
+//! The report of a profiler, as a table and as JSON.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 /// The times recorded under one name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct SpanStats {
-    /// The number of times that the span was entered.
+    /// The number of recorded spans with this name.
     pub count: u64,
     /// The sum of all durations.
     #[serde(rename = "total_seconds", serialize_with = "seconds")]

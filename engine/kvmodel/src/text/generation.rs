@@ -1,4 +1,4 @@
-//! The tag `generation` of chat templates, which marks the model's words in training data.
+//! Rewrites the tag `generation` of chat templates, which marks the model's own words in training data.
 //!
 //! When a template is rendered, the block is just a scope, as in transformers if no mask of the model's
 //! tokens is requested. The template engine has no custom tags, so the source is rewritten: the words become

@@ -48,7 +48,7 @@ fn wrong(what: &str) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("tojson: {what}"))
 }
 
-/// The format of the JSON to write.
+/// A JSON writer with its format settings.
 struct Writer {
     ascii: bool,
     sorted: bool,

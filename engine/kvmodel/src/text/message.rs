@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 pub enum Role {
     /// The model's operator.
     System,
-    /// The user, who asks.
+    /// The user, who asks the model.
     User,
     /// The model.
     Assistant,

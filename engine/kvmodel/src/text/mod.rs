@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::files::{FileContents, SmallFile};
 use template::ChatTemplate;
 
-/// A tokenizer.json with the chat template from its directory.
+/// A tokenizer, with the chat template that belongs to it.
 #[derive(Debug)]
 pub struct TextCodec {
     tokenizer: Tokenizer,
@@ -36,8 +36,8 @@ const TOKENIZER: &str = "tokenizer.json";
 /// The name of the file with the special tokens and the chat template.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// A placeholder for the message when a template is applied to parts. It is a private-use character that no
-/// template writes and no prompt needs.
+/// A placeholder for the content of a message, to find the text that a template writes before and after it.
+/// It is a private-use character that no template writes and no prompt needs.
 const MESSAGE: &str = "\u{F8FE}";
 
 impl TextCodec {
@@ -91,8 +91,9 @@ impl TextCodec {
         self.digest.as_bytes()
     }
 
-    /// Encodes a string. If `special` is true, keeps the special tokens that the tokenizer puts *before* it.
-    /// Special tokens that the tokenizer appends are always removed, because the prompt continues.
+    /// Encodes a string. If `special` is true, the result includes the special tokens that the tokenizer puts
+    /// *before* the string. Special tokens after the string are always left out, because the prompt
+    /// continues.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode(text, special).map_err(|e| Error::Tokenizer(e.to_string()))?;
         let mut end = encoding.len();
@@ -112,7 +113,7 @@ impl TextCodec {
         self.tokenizer.decode(tokens, true).map_err(|e| Error::Tokenizer(e.to_string()))
     }
 
-    /// Encodes a conversation in the model's chat template, up to where the answer begins. The template
+    /// Encodes a conversation in the model's chat template, up to the beginning of the answer. The template
     /// writes its own special tokens, so none are added.
     ///
     /// # Errors

@@ -9,8 +9,8 @@ use crate::model::Observer;
 // Decision: docs/decisions/models.md#stop-strings-belong-to-the-observer
 /// The text of an answer, token by token, up to a stop string.
 ///
-/// Text is held back while it may still change, or be the start of a stop string. A stop string itself is
-/// never returned. If a stream is the [`Observer`] of a request, the request ends at a stop string.
+/// Text is held back as long as it may still change or may be the start of a stop string. A stop string
+/// itself is never returned. If a stream is the [`Observer`] of a request, the request ends at a stop string.
 ///
 /// ```no_run
 /// use kvmodel::Observer;
@@ -67,8 +67,8 @@ impl<'a> TextStream<'a> {
         })
     }
 
-    /// Adds the answer's next token. Returns the new text that can no longer change. After a stop string, no
-    /// text follows.
+    /// Adds the answer's next token. Returns the new text that has become final. After a stop string, the
+    /// returned text is always empty.
     ///
     /// # Errors
     /// Returns [`Error::Tokenizer`] if the tokens cannot be decoded.

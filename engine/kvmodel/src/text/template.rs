@@ -1,4 +1,4 @@
-//! Chat templates: renders conversations as transformers does.
+//! Chat templates: render conversations as transformers does.
 //!
 //! The environment is the same as in `apply_chat_template`: `trim_blocks` and `lstrip_blocks`, loop controls,
 //! blocks of `generation`, `raise_exception`, `strftime_now`, a `tojson` without HTML escapes, the methods of
@@ -14,7 +14,7 @@ use super::message::Message;
 use super::{generation, json};
 use crate::error::{Error, Result};
 
-/// Special tokens that templates can use under these names.
+/// The names of special tokens that templates can use as variables.
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
@@ -78,11 +78,11 @@ impl ChatTemplate {
         Self { clock, ..self }
     }
 
-    /// Renders a conversation, up to where the model's answer begins.
+    /// Renders a conversation, up to the beginning of the model's answer.
     ///
     /// # Errors
-    /// Returns [`Error::Template`] if there is no template; with the line, if it is malformed or fails; and
-    /// with the template's own message, if it rejects the conversation.
+    /// Returns [`Error::Template`] if there is no template, if the template is malformed or fails (with the
+    /// line), or if it rejects the conversation (with its own message).
     pub(super) fn render(&self, messages: &[Message]) -> Result<String> {
         let source = match &self.source {
             TemplateSource::Text(text) => generation::as_scopes(text),
@@ -130,8 +130,8 @@ impl ChatTemplate {
 }
 
 impl TemplateSource {
-    /// Reads the field `chat_template`: a string, or a list of named strings, of which `default` is for
-    /// ordinary chats.
+    /// Reads the field `chat_template`: a string, or a list of named strings, in which `default` is the
+    /// template for ordinary chats.
     fn of(field: Option<&Value>) -> Self {
         match field {
             Some(Value::String(text)) => Self::Text(text.clone()),
@@ -152,7 +152,7 @@ impl TemplateSource {
     }
 }
 
-/// Python methods that a template may call on a value.
+/// Calls a method on a value, as Python would. For methods that the template engine does not have.
 fn method(
     state: &mut minijinja::State,
     value: &Variable,
@@ -224,7 +224,8 @@ mod tests {
     struct Golden {
         name: String,
         template: String,
-        /// The text of each conversation, or the template's message if it rejected the conversation.
+        /// The result for each conversation: its text, or the template's message if it rejected the
+        /// conversation.
         rendered: Vec<Rendered>,
     }
 

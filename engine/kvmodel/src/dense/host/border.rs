@@ -1,4 +1,5 @@
-//! The border on the host: tensors are lent in place, or copied to a backend whose memory is not on the host.
+//! The border of the steps on the host: tensors are lent in place or, if the backend's memory is not on the
+//! host, copied.
 
 use candle_core::{Device, Tensor};
 use kvcore::{Backend, DType, MemoryKind, Stream, TensorView, allocate_tensor};
@@ -17,7 +18,7 @@ pub(super) struct HostBorder {
 /// The two methods of passing tensors across the border.
 #[derive(Debug)]
 enum Crossing {
-    /// The backend uses host memory: tensors are lent, and the output becomes a tensor.
+    /// The backend can access host memory: tensors are lent, and the output becomes a tensor.
     Lend { output: Option<OutputTensor> },
     /// Buffers in the backend's memory, reused by every layer.
     Copy(Box<Buffers>),

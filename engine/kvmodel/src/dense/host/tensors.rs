@@ -11,7 +11,7 @@ use kvcore::{DType, Dims, MemoryKind, TensorView};
 use super::failed;
 use crate::error::Result;
 
-/// A tensor whose memory is lent to a storage. candle's lock on the tensor is held while an operation reads
+/// A tensor whose memory is lent as a storage. candle's lock on the tensor is held while an operation reads
 /// it.
 struct Lender(Tensor);
 
@@ -103,8 +103,8 @@ pub fn lend_tensor(tensor: &Tensor) -> Result<TensorView> {
     Ok(TensorView::with_strides(Arc::new(storage), dtype, shape, strides, offset)?)
 }
 
-/// f32 memory for operations of a [`CpuBackend`](kvbackend_cpu::CpuBackend) to write. It becomes a candle
-/// tensor without a copy; see the example of [`lend_tensor`].
+/// f32 memory that operations of a [`CpuBackend`](kvbackend_cpu::CpuBackend) write to, and that becomes a
+/// candle tensor without a copy; see the example of [`lend_tensor`].
 pub struct OutputTensor {
     storage: Arc<CpuStorage>,
     view: TensorView,

@@ -1,4 +1,4 @@
-//! Every step on the host, compared with plain loops.
+//! Tests every step on the host against plain loops.
 
 use half::{bf16, f16};
 use kvbackend_cpu::CpuBackend;

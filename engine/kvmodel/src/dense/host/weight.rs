@@ -64,7 +64,7 @@ impl HeadMatrices {
     }
 }
 
-/// A matrix in its stored type. It shares memory with all weights that have the same bytes.
+/// A matrix in its stored type. Its bytes may be shared with other weights, such as a tied table.
 #[derive(Debug, Clone)]
 pub(super) struct StoredMatrix {
     dtype: StoredType,
@@ -86,8 +86,8 @@ impl StoredMatrix {
         }
     }
 
-    /// Converts the matrix to a format. Also returns true if the result has new bytes instead of
-    /// sharing this matrix's.
+    /// Returns the matrix in a format, and true if the result has its own bytes instead of sharing the bytes
+    /// of this matrix.
     fn in_format(&self, format: WeightFormat) -> Result<(Self, bool)> {
         let known = || {
             let shape = [self.out, self.input];
@@ -178,7 +178,7 @@ fn rank_of(purpose: WeightUse) -> usize {
     }
 }
 
-/// Returns a weight's numbers in f32.
+/// Returns a weight as a tensor in f32.
 fn in_f32(stored: &StoredWeight) -> candle_core::Result<Tensor> {
     Tensor::from_vec(stored.to_f32(), stored.shape(), &Device::Cpu)
 }
