@@ -70,9 +70,9 @@ impl Arena {
 
 #[pymethods]
 impl Arena {
-    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, which allocates memory on first write, `"cuda"` or
-    /// `"cuda:N"`. `memory` is `"device"`, the device's own memory, or `"host"`, host memory that the device
-    /// can access.
+    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, `"cuda"` or `"cuda:N"`. On a CPU, memory is only
+    /// taken up when blocks are first written. `memory` is `"device"` for the device's own memory, or
+    /// `"host"` for host memory that the device can access.
     #[new]
     #[pyo3(signature = (*, num_layers, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "cpu", memory = "device"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -110,9 +110,9 @@ impl Arena {
         self.memory.layout().shape().block_size
     }
 
-    /// Writes row `i` of `k` and `v`, both `[rows, heads, head_dim]`, to slot `slots[i]` of a layer. A
-    /// negative slot is skipped. With `ropes` and `positions`, each key is rotated to its position on the
-    /// fly.
+    /// Writes row `i` of `k` and `v`, both `[rows, heads, head_dim]`, to slot `slots[i]` of a layer. A row
+    /// with a negative slot is skipped. With `ropes` and `positions`, each key is rotated to its position on
+    /// the fly.
     #[pyo3(signature = (layer, k, v, slots, *, ropes = None, positions = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn scatter(
@@ -170,14 +170,14 @@ impl Arena {
         self.run(py, Operation::Gather(&gather))
     }
 
-    /// Copies whole blocks of all layers. Each pair has the block to read and the block to write.
+    /// Copies whole blocks of all layers. Each pair consists of the block to read and the block to write.
     fn copy(&self, py: Python<'_>, pairs: BlockPairs) -> PyResult<()> {
         let copy = CopyBlocks { arena: self.memory.clone(), pairs: pairs.0 };
         self.run(py, Operation::CopyBlocks(&copy))
     }
 
-    /// Copies whole blocks of all layers, rotating keys by `distance` positions. Each pair has the block to
-    /// read and the block to write.
+    /// Copies whole blocks of all layers, rotating keys by `distance` positions. Each pair consists of the
+    /// block to read and the block to write.
     fn rotate(&self, py: Python<'_>, pairs: BlockPairs, ropes: &PyRopes, distance: i64) -> PyResult<()> {
         for layer in 0..self.memory.layout().shape().num_layers {
             let rotate = RotateKeys {
@@ -194,8 +194,8 @@ impl Arena {
 
     /// Attends with `q`, `[rows, heads, head_dim]`, to the segments of `work`, and writes the result to
     /// `out`, which has the same shape. With `ropes`, queries are rotated to their positions on the fly.
-    /// Segments need this if they are used at a different position than they were stored at. Keys are not
-    /// rotated. `lse`, `[rows, heads]` in f32, receives the log-sum-exp of each row and head.
+    /// `ropes` is required if a segment is used at a different position than the one it was stored at. Keys
+    /// are not rotated. `lse`, `[rows, heads]` in f32, receives the log-sum-exp of each row and head.
     #[pyo3(signature = (layer, q, work, out, *, ropes = None, scale = None, window = None, softcap = None, lse = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn attend(
@@ -224,11 +224,11 @@ impl Arena {
         self.run(py, Operation::Attend(&attend))
     }
 
-    /// Copies rows of all layers to another engine's cache. Each entry of `loads` has the rows to read, the
-    /// rows to write and the distance to rotate keys by. Rows are either `(blocks, first, count)`, for tokens
-    /// `first` to `first + count` of these blocks, or a list of slots. Rows to write in a negative block, or
-    /// with a negative slot, are skipped. Returns when the copies are done. Nothing else may use the rows
-    /// until then.
+    /// Copies rows of all layers to another engine's cache. Each entry of `loads` consists of the rows to
+    /// read, the rows to write, and the distance to rotate keys by. Rows are given either as `(blocks, first,
+    /// count)`, for `count` tokens of these blocks starting at token `first`, or as a list of slots. Rows to
+    /// write in a negative block, or with a negative slot, are skipped. Returns when the copies are done.
+    /// Until then, nothing else may use the rows.
     fn load(
         &self,
         py: Python<'_>,
@@ -246,8 +246,8 @@ impl Arena {
     }
 
     /// Copies rows of all layers from another engine's cache to rows `to` of this arena, with keys unchanged.
-    /// Rows are given as in `load`. Returns when the copies are done. Nothing else may write the rows until
-    /// then.
+    /// Rows are given as in `load`. Returns when the copies are done. Until then, nothing else may write the
+    /// rows.
     fn save(&self, py: Python<'_>, cache: &PyForeignCache, to: CacheRows, rows: CacheRows) -> PyResult<()> {
         let to = WriteSlots::unchecked(to.slots(self.block_size())?);
         let from = rows.slots(cache.0.block_size())?;

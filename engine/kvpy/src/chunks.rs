@@ -1,4 +1,4 @@
-//! The chunk cache: the chunks in an arena, and the requests that compute the missing ones.
+//! The chunk cache: the chunks in an arena, and the reservations of requests that compute missing chunks.
 
 use kvchunk::{Acquired, ChunkBlockPool, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm, TenantId};
 use kvcore::{BlockKey, SlotMapping};
@@ -46,11 +46,11 @@ impl PyChunkCacheConfig {
     }
 }
 
-/// The chunks in the blocks of an arena. The bytes may be elsewhere, for example in the arenas of several
-/// workers.
+/// A cache of chunks in blocks. It only tracks the blocks; their bytes may be anywhere, for example in the
+/// arenas of several workers.
 ///
-/// A chunk is looked up by its tokens and everything else that its bytes depend on. One request computes a
-/// missing chunk; others wait for it.
+/// A chunk is looked up by its tokens and everything else that its bytes depend on. If a chunk is missing,
+/// one request computes it, and other requests wait for that request.
 #[pyclass(frozen, name = "ChunkCacheManager", module = "kvcache")]
 pub(crate) struct PyChunkCacheManager(kvchunk::ChunkCacheManager);
 
@@ -82,7 +82,7 @@ fn over() -> PyErr {
 
 #[pymethods]
 impl PyPieceHold {
-    /// The slots of the piece's tokens in the arena.
+    /// The slot of each of the piece's tokens.
     #[getter]
     fn slots(&self) -> PyResult<Vec<i64>> {
         let own = self.0.lock();
@@ -91,7 +91,7 @@ impl PyPieceHold {
         Ok(slots.map_err(CallError::from)?.to_vec())
     }
 
-    /// The blocks of the piece in the arena, in order.
+    /// The IDs of the piece's blocks, in token order.
     #[getter]
     fn block_ids(&self) -> PyResult<Vec<u32>> {
         Ok(numbers(self.0.lock().as_ref().ok_or_else(over)?.block_ids()))
@@ -115,9 +115,9 @@ impl PyPieceHold {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.chunk_hash().into())
     }
 
-    /// Returns the piece as attention reads it in a prompt. Its first token has the logical index
-    /// `logical_start` and is used at `position`. Nothing is copied. Keep the hold until the attention is
-    /// done.
+    /// Returns the segment through which a prompt attends to the piece. The piece's first token has the
+    /// logical index `logical_start` and is used at `position`. Nothing is copied. Keep the hold until the
+    /// attention is done.
     fn segment(&self, logical_start: usize, position: i64) -> PyResult<PySegment> {
         let own = self.0.lock();
         let hold = own.as_ref().ok_or_else(over)?;
@@ -137,7 +137,7 @@ impl PyPieceHold {
 
 #[pymethods]
 impl PyChunkReservation {
-    /// Returns the slots to write, with a permit for this reservation's blocks.
+    /// Returns the slots to write, with a permit to write to them.
     fn write_slots(&self) -> PyResult<PyWriteSlots> {
         let own = self.own.lock();
         Ok(PyWriteSlots(own.as_ref().ok_or_else(over)?.write_slots().map_err(CallError::from)?))
@@ -149,7 +149,7 @@ impl PyChunkReservation {
         Ok(PyPieceHold(Mutex::new(Some(own.store()))))
     }
 
-    /// Frees the blocks. The next request that needs the piece must compute it.
+    /// Gives up the reservation and frees its blocks. The next request that needs the piece must compute it.
     fn abandon(&self) {
         drop(self.own.lock().take());
     }
@@ -157,7 +157,7 @@ impl PyChunkReservation {
 
 #[pymethods]
 impl PyChunkWaiter {
-    /// True once the piece has been stored or abandoned. In that case, acquire it again.
+    /// True once the other request has stored or abandoned the piece. Then acquire the piece again.
     #[getter]
     fn is_over(&self) -> bool {
         self.0.is_over()
@@ -179,7 +179,7 @@ impl PyChunkCacheManager {
 
 #[pymethods]
 impl PyChunkCacheManager {
-    /// Creates an empty cache over `num_blocks` blocks of `block_size` tokens.
+    /// Creates an empty cache over `num_blocks` blocks of `block_size` tokens each.
     #[new]
     fn new(config: &PyChunkCacheConfig, num_blocks: u32, block_size: usize) -> PyResult<Self> {
         Ok(Self::build(config.0.clone(), num_blocks, block_size)?)
@@ -236,8 +236,8 @@ impl PyChunkCacheManager {
         self.0.clear();
     }
 
-    /// Evicts one piece: the least recently used piece, or the piece that `cache_policy` chooses. Returns
-    /// false if all pieces are held.
+    /// Evicts one piece that is not held. `cache_policy` determines which; by default, it is the least
+    /// recently used one. Returns false if nothing could be evicted.
     fn evict_lru(&self) -> bool {
         self.0.evict_lru()
     }
@@ -247,7 +247,7 @@ impl PyChunkCacheManager {
         PyChunkCacheMetrics::from(self.0.metrics())
     }
 
-    /// Checks all counts against a recount. Raises an error that names the first wrong count.
+    /// Recounts everything. Raises an error that names the first count that is wrong.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }

@@ -1,4 +1,4 @@
-//! Devices by name: the backends for arenas and models.
+//! Opens devices by name: the backends for arenas and models.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -24,8 +24,8 @@ pub(crate) enum ArenaDevice {
     Cuda(Arc<CudaBackend>, Arc<CudaStream>, i32),
 }
 
-/// The open devices by process and name, shared so that memory from one call is accepted by the next. A
-/// forked process opens its own devices, because it does not have its parent's threads and contexts.
+/// The open devices, by process ID and name. They are shared, so that a call accepts memory from an earlier
+/// call. A forked process opens devices again, because it does not have its parent's threads and contexts.
 static OPENED: Mutex<BTreeMap<(u32, String), Arc<ArenaDevice>>> = Mutex::new(BTreeMap::new());
 
 impl ArenaDevice {
@@ -47,7 +47,7 @@ impl ArenaDevice {
         Ok(device)
     }
 
-    /// Opens the CPU (`None`), or an NVIDIA GPU by index.
+    /// Opens the NVIDIA GPU with this index, or the CPU if `number` is `None`.
     fn new(number: Option<usize>) -> Result<Self> {
         let Some(number) = number else {
             let backend = CpuBackend::new();
@@ -92,7 +92,8 @@ impl ArenaDevice {
         }
     }
 
-    /// Returns the driver's stream, which other libraries use to order their work; `None` on a CPU.
+    /// Returns the driver's handle of the stream, so that other libraries can order their work with it, or
+    /// `None` on a CPU.
     pub(crate) fn raw_stream(&self) -> Option<*mut c_void> {
         match self {
             Self::Cpu(..) => None,
@@ -143,8 +144,8 @@ impl ArenaDevice {
     }
 }
 
-/// Enqueues work and waits for it. If part of it is rejected, waits for the earlier parts, because their
-/// operands may be freed afterwards.
+/// Calls `enqueue` and waits for the work that it has enqueued, even if it fails, because the operands of
+/// that work may be freed after this call.
 pub(crate) fn finished<T>(stream: &dyn Stream, enqueue: impl FnOnce() -> Result<T>) -> Result<T> {
     let enqueued = enqueue();
     let waited = stream.synchronize();

@@ -11,7 +11,7 @@ create_exception!(
     "An error of kvcache. Its attributes are the numbers of the message, by name; `kind` is the name of the error."
 );
 
-/// An error from a lower crate, before it becomes a `KvCacheError`.
+/// An error from a lower crate, before it is converted to a Python exception.
 #[derive(Debug)]
 pub(crate) enum CallError {
     Core(kvcore::Error),

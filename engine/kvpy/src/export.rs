@@ -1,4 +1,4 @@
-//! Tensors of this module, which other libraries use in place.
+//! Exports tensors of this module, for other libraries to use in place.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::device::ArenaDevice;
 use crate::error::CallError;
 
 /// A tensor returned by this module. `numpy.from_dlpack` and `torch.from_dlpack` import it without a copy.
-/// Its memory lives as long as this tensor or any imported one.
+/// Its memory stays alive as long as this tensor or any imported one.
 #[pyclass(frozen, name = "Tensor", module = "kvcache")]
 pub(crate) struct PyTensor {
     view: TensorView,
@@ -23,7 +23,7 @@ pub(crate) struct PyTensor {
 }
 
 impl PyTensor {
-    /// Passes a view of a device's memory to Python. All work on the view must be done.
+    /// Wraps a view of a device's memory for Python. All work on the view must have finished.
     pub(crate) fn new(view: TensorView, device: &Arc<ArenaDevice>) -> Self {
         Self { view, device: Arc::clone(device) }
     }

@@ -1,4 +1,4 @@
-//! The caches of other engines. Rows are copied between them and arenas.
+//! The caches of other engines, and copies of rows between them and arenas.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -35,8 +35,8 @@ fn strides<const N: usize>(tensor: &ForeignTensor, what: &str) -> PyResult<[usiz
     <[usize; N]>::try_from(tensor.strides.as_slice()).map_err(|_| wrong())
 }
 
-/// Returns the shape of a layer made of rows, its strides (block, head, token), and the number of elements
-/// per key.
+/// Returns the shape of a layer whose rows are keys followed by values, its strides for blocks, heads and
+/// tokens, and the number of elements per key.
 fn row_axes(tensor: &ForeignTensor) -> PyResult<(ForeignShape, [usize; 3], usize)> {
     let [block, head, token, element] = strides(tensor, "a layer")?;
     let both = tensor.shape[3];
@@ -92,7 +92,7 @@ impl Foreign {
         })
     }
 
-    /// Copies rows of the cache to slots of an arena, without rotating keys.
+    /// Copies rows of the cache to the slots `to` of an arena, without rotating keys.
     pub(crate) fn save(&self, from: &ArenaSide<'_>, to: &WriteSlots, slots: &SlotMapping) -> Result<()> {
         let (device, layers) = match self {
             Self::Host(cache) => return Ok(cache.save(from.host()?, from.arena, to, slots)?),
@@ -185,9 +185,10 @@ impl StagedRows {
 #[pymethods]
 impl PyForeignCache {
     /// Describes a cache with one tensor per layer, `[blocks, heads, block_size, 2 × head_dim]`. `order` is
-    /// `"rows"` (each row is a key followed by its value; other axes may have any strides), `"columns"`
-    /// (within a block and head, keys `[head_dim, block_size]` and then values `[block_size, head_dim]`) or
-    /// `"tiles"` (both in tiles of a matrix unit). Caches on a GPU take `"rows"`.
+    /// `"rows"` (each row is a key followed by its value; the other axes may have any strides), `"columns"`
+    /// (within a block and head, keys as `[head_dim, block_size]`, then values as `[block_size, head_dim]`)
+    /// or `"tiles"` (keys and values in tiles for a matrix unit). For a cache on a GPU, `order` must be
+    /// `"rows"`.
     #[staticmethod]
     #[pyo3(signature = (layers, order, device = "cpu"))]
     fn interleaved(layers: Vec<Bound<'_, PyAny>>, order: &str, device: &str) -> PyResult<Self> {
@@ -226,9 +227,9 @@ impl PyForeignCache {
         })
     }
 
-    /// Describes a cache with one tensor per layer and rows of `head_dim` elements. `axes` names the axes in
-    /// order: k (keys and values), b (blocks), t (tokens), h (heads), o (elements). For example, `"kbtho"` is
-    /// `[2, blocks, block_size, heads, head_dim]`.
+    /// Describes a cache with one tensor per layer and rows of `head_dim` elements. `axes` has one letter per
+    /// axis, in order: k (keys and values), b (blocks), t (tokens), h (heads) and o (elements). For example,
+    /// `"kbtho"` is `[2, blocks, block_size, heads, head_dim]`.
     #[staticmethod]
     fn rows(layers: Vec<Bound<'_, PyAny>>, axes: &str) -> PyResult<Self> {
         let unknown = || {
@@ -263,9 +264,9 @@ impl PyForeignCache {
         })
     }
 
-    /// Describes a cache in an NPU's memory, `"ascend"` or `"ascend:N"`, by the addresses of each layer's
-    /// keys and values. Each address must be the address of a tensor `[num_blocks, block_size, num_heads,
-    /// head_dim]` without gaps. Copies go to and from arenas on the CPU.
+    /// Describes a cache in the memory of an NPU, `"ascend"` or `"ascend:N"`, by the addresses of each
+    /// layer's keys and values. Each address must be the address of a tensor `[num_blocks, block_size,
+    /// num_heads, head_dim]` without gaps. Rows can be copied only to and from arenas on the CPU.
     ///
     /// Addresses are not checked: each MUST be the address of a tensor of this shape that lives as long as
     /// `owner`.

@@ -1,4 +1,5 @@
-//! Keys of blocks, and their roots: everything that blocks' bytes depend on besides tokens.
+//! The keys of blocks, and the roots of keys. A root covers everything that a block's bytes depend on apart
+//! from tokens.
 
 use kvcore::{BlockKey, KeyScope, PromptKeys, VllmChain, VllmExtras};
 use pyo3::prelude::*;
@@ -7,7 +8,7 @@ use crate::arena::shape;
 use crate::names::dtype;
 use crate::rope::PyRopes;
 
-/// Returns the root of the keys of blocks and chunks. It covers the model and its revision, the rotary
+/// Returns the root for the keys of blocks and chunks. It covers the model and its revision, the rotary
 /// embeddings, the layout, an adapter and the tenant's salt. Caches with different roots never find each
 /// other's blocks.
 #[pyfunction]

@@ -70,8 +70,8 @@ impl PyPaired {
         Self(kvlab::Paired { asked, lost, gained })
     }
 
-    /// Counts pairs of grades. Each list has one grade per question: true if ordinary attention, or reuse,
-    /// answered it correctly.
+    /// Counts pairs of grades. Each list has one grade per question, which is true if the answer was right:
+    /// `ordinary` for ordinary attention, `reused` for reuse.
     #[staticmethod]
     fn of(ordinary: Vec<bool>, reused: Vec<bool>) -> Self {
         Self(kvlab::Paired::of(ordinary.into_iter().zip(reused)))
@@ -95,8 +95,8 @@ impl PyPaired {
         self.0.gained
     }
 
-    /// The share of all questions that reuse loses, minus the share that it gains. If negative, reuse is
-    /// better.
+    /// The number of lost questions minus the number of gained questions, as a fraction of all questions. If
+    /// negative, reuse is better.
     #[getter]
     fn loss(&self) -> f64 {
         self.0.loss()

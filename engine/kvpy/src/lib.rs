@@ -9,7 +9,7 @@
 //!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmanager, kvmodel, kvengine, kvlab
 //! ```
 //!
-//! Work runs without Python's lock. Tensors of other libraries are used in place, through `DLPack`. The
+//! Work runs without Python's lock. Tensors from other libraries are used in place, through `DLPack`. The
 //! struct `PyX` is the Python class `X`.
 //!
 //! | module | contents |

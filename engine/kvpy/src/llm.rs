@@ -1,4 +1,4 @@
-//! A model that answers prompts, and reuses their documents wherever they appear.
+//! A model that answers prompts and reuses their documents wherever they appear.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,10 +19,10 @@ use crate::names::dtype;
 use crate::prompt::PyChunkedPrompt;
 use crate::sampling::SamplingParams;
 
-/// The share of the KV memory that documents get, unless the chunk cache's settings specify another.
+/// The fraction of the KV memory for documents, unless the chunk cache's settings specify another one.
 const DEFAULT_SHARE: f64 = 0.5;
 
-/// A model on this machine that keeps the documents of its prompts and finds them in any order.
+/// A model on this machine that caches the documents of its prompts, and finds them again in any order.
 #[pyclass(frozen, name = "LLM", module = "kvcache")]
 pub(crate) struct Llm {
     engine: Mutex<Engine>,
@@ -99,8 +99,8 @@ impl Llm {
         Ok((engine, codec))
     }
 
-    /// Waits for the engine without holding Python's lock, because the thread that has the engine may need
-    /// the lock.
+    /// Locks the engine. Waits without holding Python's lock, because the thread that has locked the engine
+    /// may need it.
     fn engine(&self, py: Python<'_>) -> MutexGuard<'_, Engine> {
         self.engine.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
@@ -169,11 +169,12 @@ impl Llm {
     /// Loads a Hugging Face folder or a GGUF file on `device`: `"cpu"`, `"cuda"`, `"cuda:N"`, `"ascend"` or
     /// `"ascend:N"`.
     ///
-    /// `chunk_cache_config` determines where a string is cut and which tokens its chunks see. By default,
-    /// half of the document tokens are recomputed, the ones that the question attends to most. Of all
-    /// measured settings, this one gave the best answers; `chunk_cache_config` and `recompute` (`"none"`,
-    /// `"link:K"`, `"question:R"`, …) change it. Without `enable_chunk_cache`, prompts are answered by
-    /// ordinary attention.
+    /// `chunk_cache_config` determines the separator at which a string is cut and the tokens that its chunks
+    /// see. `recompute` (`"none"`, `"link:K"`, `"question:R"`, …) is the strategy that chooses the document
+    /// tokens to recompute. If neither is given, the half of the document tokens to which the question
+    /// attends most is recomputed, which gave the best answers of all measured settings. If only
+    /// `chunk_cache_config` is given, nothing is recomputed. Without `enable_chunk_cache`, prompts are
+    /// answered with ordinary attention.
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, dtype_name = "float32",
@@ -221,9 +222,10 @@ impl Llm {
         Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way })
     }
 
-    /// Answers prompts in one batch and returns the answers in order. A prompt is a string (cut at the
-    /// separator), a list of token IDs or a `ChunkedPrompt`. A list of `sampling_params` has one entry per
-    /// prompt. With `chat`, a string becomes the user's message in the model's chat template.
+    /// Answers prompts in one batch, and returns the answers in the order of the prompts. A prompt is a
+    /// string, which is cut at the separator, a list of token IDs, or a `ChunkedPrompt`. A list of
+    /// `sampling_params` has one entry per prompt. With `chat`, a string becomes the user's message in the
+    /// model's chat template.
     #[pyo3(signature = (prompts, sampling_params = None, *, chat = false))]
     fn generate(
         &self,

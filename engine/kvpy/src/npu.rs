@@ -134,7 +134,7 @@ impl NpuCache {
         Ok(())
     }
 
-    /// Copies the first rows of the staging memory to slots of the cache, and waits for the copy.
+    /// Copies the first rows of the staging memory to the given slots of the cache, and waits for the copy.
     fn down(&self, staging: &Staging, slots: &[i64]) -> Result<()> {
         let slots = WriteSlots::unchecked(slots.to_vec());
         finished(self.stream.as_ref(), || {
@@ -149,7 +149,7 @@ impl NpuCache {
         })
     }
 
-    /// Copies slots of the cache to the first rows of the staging memory, and waits for the copy.
+    /// Copies the given slots of the cache to the first rows of the staging memory, and waits for the copy.
     fn up(&self, staging: &Staging, slots: &[i64]) -> Result<()> {
         let slots = SlotMapping::from(slots.to_vec());
         finished(self.stream.as_ref(), || {
@@ -166,7 +166,7 @@ impl NpuCache {
     }
 }
 
-/// Staging memory for `ROWS` rows: for all layers in pinned memory, and for one layer on the device.
+/// Staging memory for `ROWS` rows: pinned memory for all layers, and device memory for one layer.
 struct Staging {
     /// The pinned rows as a cache in host memory with one block.
     cache: ForeignCache,
@@ -233,7 +233,7 @@ fn check_apart(planes: &[PlaneAddresses], bytes: usize) -> Result<()> {
     }
 }
 
-/// Returns the first slots of the staging memory, one per row.
+/// Returns the first slots of the staging memory, one for each entry of `rows`.
 fn places(rows: &[i64]) -> SlotMapping {
     (0..rows.len() as i64).collect::<Vec<_>>().into()
 }

@@ -1,4 +1,4 @@
-//! Blocks by ID, their holders, and the keys that they are found by.
+//! Pools of blocks, the holders of blocks, and the keys that blocks are found by.
 
 use std::time::Duration;
 
@@ -13,17 +13,17 @@ use crate::names::named;
 use crate::table::PyWriteSlots;
 use crate::tensor::Integers;
 
-/// The blocks of an arena, or of other memory. A block is free, being filled, shared, or cached under a key
-/// until its memory is needed.
+/// The blocks of an arena, or of other memory. A block is free, being filled, shared, or cached. A cached
+/// block can be found by its key until its memory is needed.
 #[pyclass(frozen, name = "BlockPool", module = "kvcache")]
 pub(crate) struct PyBlockPool(pub(crate) kvcore::BlockPool);
 
-/// Blocks that one owner fills. They become free when they are released or dropped.
+/// Blocks that one owner fills. They become free when this object is released or dropped.
 #[pyclass(frozen, name = "MutableBlocks", module = "kvcache")]
 pub(crate) struct PyMutableBlocks(Mutex<Option<kvcore::MutableBlocks>>);
 
-/// Filled blocks that any number of holders read. After the last hold ends, a block with a key stays cached.
-/// Other blocks become free.
+/// A hold on filled blocks, which any number of holders may read. After the last hold ends, a block with a
+/// key stays cached, and a block without a key becomes free.
 #[pyclass(frozen, name = "SharedBlocks", module = "kvcache")]
 pub(crate) struct PySharedBlocks(Mutex<Option<kvcore::SharedBlocks>>);
 
@@ -45,7 +45,7 @@ pub(crate) fn numbers(ids: &[BlockId]) -> Vec<u32> {
 impl PyBlockPool {
     /// Creates a pool of blocks `start` to `start + num_blocks - 1`. `policy` determines which cached blocks
     /// are evicted first: `"lru"`, `"s3-fifo"`, `"tiny-lfu"` or `"priority"`. A cached block expires after
-    /// `ttl` seconds.
+    /// `ttl` seconds, or never if it is `None`.
     #[new]
     #[pyo3(signature = (num_blocks, *, start = 0, policy = "lru", ttl = None))]
     fn new(num_blocks: u32, start: u32, policy: &str, ttl: Option<f64>) -> PyResult<Self> {
@@ -65,12 +65,12 @@ impl PyBlockPool {
         Ok(PyMutableBlocks::new(self.0.allocate(n).map_err(CallError::from)?))
     }
 
-    /// Acquires the blocks for the longest known prefix of a chain of keys.
+    /// Acquires the blocks for the longest prefix of a chain of keys that the pool knows.
     fn lookup(&self, keys: Vec<[u8; 32]>) -> PySharedBlocks {
         PySharedBlocks(Mutex::new(Some(self.0.lookup_chain(&keys_of(keys)))))
     }
 
-    /// Returns the number of blocks that a lookup would find now.
+    /// Returns the number of blocks that `lookup` would currently find.
     fn cached_prefix(&self, keys: Vec<[u8; 32]>) -> usize {
         self.0.cached_prefix(&keys_of(keys))
     }
@@ -92,12 +92,12 @@ impl PyBlockPool {
         Ok(dict)
     }
 
-    /// Frees every cached block, and returns the number of blocks.
+    /// Frees every cached block, and returns the number of freed blocks.
     fn clear_cached(&self) -> usize {
         self.0.clear_cached()
     }
 
-    /// Checks all counts against a recount. Raises an error that names the first wrong count.
+    /// Recounts everything. Raises an error that names the first count that is wrong.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }
@@ -124,8 +124,8 @@ impl PyMutableBlocks {
         Ok(PyWriteSlots(slots.map_err(CallError::from)?))
     }
 
-    /// Shares the filled blocks, each under a key. If a key is already known, its block replaces the new one.
-    /// `parent` is the key that precedes the first key in the chain.
+    /// Shares the filled blocks, each under a key. If another block already has the key, that block is used
+    /// instead of the new one. `parent` is the key that precedes the first key in the chain.
     #[pyo3(signature = (keys, parent = None))]
     fn register(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<PySharedBlocks> {
         let mut own = self.0.lock();
@@ -156,7 +156,7 @@ impl PyMutableBlocks {
 }
 
 impl PySharedBlocks {
-    /// Removes the blocks from this object and returns them.
+    /// Transfers the blocks from this object to the caller.
     pub(crate) fn take(&self) -> PyResult<kvcore::SharedBlocks> {
         self.0.lock().take().ok_or_else(over)
     }

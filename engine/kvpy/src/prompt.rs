@@ -42,8 +42,8 @@ impl PyChunkedPrompt {
         self.0.total_tokens()
     }
 
-    /// Returns the place of each part. A chunk's place is its logical index and the positions at which its
-    /// keys are stored and used.
+    /// Returns the places of all parts. A chunk's place consists of its logical index, the position at which
+    /// its keys are stored, and the position at which they are used.
     #[pyo3(signature = (mode = "with-system", strategy = "overlapped", max_positions = usize::MAX))]
     fn positions(&self, mode: &str, strategy: &str, max_positions: usize) -> PyResult<PyPositionPlan> {
         let mode: ComputeMode = mode.parse().map_err(CallError::from)?;
@@ -72,8 +72,8 @@ pub(crate) struct PyPositionPlan {
     question_position: i64,
 }
 
-/// A chunk's place: the index of its first token in the prompt, and that token's position as stored and as
-/// used.
+/// A chunk's place: the logical index of its first token in the prompt, the position at which that token is
+/// stored, and the position at which it is used.
 #[pyclass(frozen, name = "ChunkPlace", get_all, module = "kvcache")]
 #[derive(Clone)]
 pub(crate) struct PyChunkPlace {

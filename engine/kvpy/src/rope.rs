@@ -36,7 +36,7 @@ impl PyRopes {
 
 #[pymethods]
 impl PyRopes {
-    /// Reads the embeddings, for requests with up to `longest` positions.
+    /// Reads the embeddings for requests with up to `longest` positions.
     #[new]
     #[pyo3(signature = (config_json, longest = None))]
     fn new(config_json: &str, longest: Option<usize>) -> PyResult<Self> {
@@ -49,14 +49,14 @@ impl PyRopes {
         self.layers.layers().len()
     }
 
-    /// The model's number of positions: the largest position plus 1.
+    /// The number of positions that the model supports: the largest position plus 1.
     #[getter]
     fn max_positions(&self) -> usize {
         self.max_positions
     }
 
-    /// Returns the cosines and sines of a layer at a position, and the attention factor, which multiplies
-    /// both when a row is first rotated.
+    /// Returns three values for a layer and a position: the cosines, the sines, and the attention factor, by
+    /// which both are multiplied when a row is first rotated.
     fn at(&self, layer: usize, position: i64) -> PyResult<(Vec<f32>, Vec<f32>, f32)> {
         let rope = self.layer(layer)?;
         let table = rope.table([position]).map_err(CallError::from)?;

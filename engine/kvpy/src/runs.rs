@@ -1,4 +1,4 @@
-//! Rows of a cache, in the form that Python gives them.
+//! Rows of a cache, in the forms in which Python passes them.
 
 use kvcore::{Error, SlotMapping};
 use pyo3::prelude::*;

@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 /// A run of cached tokens as one request uses it: its blocks, its place in the prompt, and the distance from
-/// the positions that its keys were rotated to.
+/// the positions where its keys are stored to the positions where they are used.
 #[pyclass(frozen, name = "Segment", module = "kvcache")]
 #[derive(Clone)]
 pub(crate) struct PySegment(pub(crate) kvcore::Segment);
@@ -15,7 +15,8 @@ pub(crate) struct PySegment(pub(crate) kvcore::Segment);
 #[pymethods]
 impl PySegment {
     /// Creates a run of `length` tokens in `block_ids`. The first token has the logical index
-    /// `logical_start`. Its key was rotated to `stored_start` and is used `offset` positions later.
+    /// `logical_start`. This token's key was rotated to position `stored_start`, and is used `offset`
+    /// positions later.
     #[new]
     #[pyo3(signature = (block_ids, length, *, logical_start = 0, stored_start = 0, offset = 0))]
     fn new(block_ids: Vec<u32>, length: usize, logical_start: usize, stored_start: i64, offset: i64) -> Self {

@@ -15,16 +15,17 @@ use crate::tensor::Integers;
 #[pyclass(frozen, name = "BlockTable", module = "kvcache")]
 pub(crate) struct PyBlockTable(Mutex<Option<kvcore::BlockTable>>);
 
-/// Slots that may be written: a slot mapping with a permit from the blocks' owner. Once a block is shared or
-/// leaves its owner, its slots are rejected.
+/// Slots that may be written: a slot mapping with a permit from the owner of the blocks. Once a block is
+/// shared or no longer belongs to this owner, writes to its slots are rejected.
 #[pyclass(frozen, name = "WriteSlots", module = "kvcache")]
 pub(crate) struct PyWriteSlots(pub(crate) kvcore::WriteSlots);
 
-/// A shared block to copy before a sequence writes. The block is held until this object is dropped.
+/// The copy that must be made before a sequence writes to a shared block. The shared block is held until this
+/// object is dropped.
 #[pyclass(frozen, name = "TailCopy", module = "kvcache")]
 pub(crate) struct PyTailCopy(kvcore::TailCopy);
 
-/// The slots of rows: with a permit, or plain numbers from an engine that manages its own blocks and
+/// The slots of rows: either with a permit, or as plain numbers from an engine that manages blocks itself and
 /// guarantees that nothing reads the slots during a write.
 #[derive(FromPyObject)]
 pub(crate) enum Slots<'py> {
@@ -50,8 +51,8 @@ impl Slots<'_> {
     }
 }
 
-/// Pairs of a block to read and a block to write: from a table's copy, or plain IDs from an engine that
-/// manages its own blocks.
+/// Pairs of a block to read and a block to write: either from a `TailCopy`, or as plain IDs from an engine
+/// that manages blocks itself.
 #[derive(Debug)]
 pub(crate) struct BlockPairs(pub(crate) WritePairs);
 
@@ -98,12 +99,13 @@ impl PyBlockTable {
         self.with(|table| table.grow(tokens)).map(PyWriteSlots)
     }
 
-    /// Returns the slots of tokens `start` to `end`, to overwrite them.
+    /// Returns the slots of the tokens from `start` up to, but not including, `end`, with a permit to
+    /// overwrite them.
     fn write_slots(&self, start: usize, end: usize) -> PyResult<PyWriteSlots> {
         self.with(|table| table.write_slots(start..end)).map(PyWriteSlots)
     }
 
-    /// Returns the slots of tokens `start` to `end`, to read them.
+    /// Returns the slots of the tokens from `start` up to, but not including, `end`, for reading.
     fn slots(&self, start: usize, end: usize) -> PyResult<Vec<i64>> {
         self.with(|table| (start..end).map(|token| table.slot(token)).collect())
     }
@@ -114,8 +116,8 @@ impl PyBlockTable {
         self.with(|table| Ok(table.ids().iter().map(|id| id.0).collect()))
     }
 
-    /// Returns the tokens as attention reads them. The first token has the logical index `logical_start`, and
-    /// its key was rotated to `stored_start`.
+    /// Returns the table's tokens as a segment. The first token has the logical index `logical_start`, and
+    /// its key was rotated to position `stored_start`.
     #[pyo3(signature = (*, logical_start = 0, stored_start = 0))]
     fn segment(&self, logical_start: usize, stored_start: i64) -> PyResult<PySegment> {
         self.with(|table| {
@@ -124,19 +126,20 @@ impl PyBlockTable {
         })
     }
 
-    /// Creates a second table over the same tokens. Both share all blocks. The first one that writes must
-    /// copy the last block.
+    /// Creates a second table over the same tokens. Both tables share all blocks. The first table that is
+    /// written to must copy the last block.
     fn fork(&self) -> PyResult<Self> {
         self.with(kvcore::BlockTable::fork).map(|table| Self(Mutex::new(Some(table))))
     }
 
-    /// Replaces a partially filled last block that others also read with a new block of this table. Returns
-    /// the copy to make with `Arena.copy` before the table grows, or `None` if no copy is needed.
+    /// If the last block is partially filled and shared, replaces it with a new block that belongs only to
+    /// this table, and returns the copy to make with `Arena.copy` before the table grows. Returns `None` if
+    /// no copy is needed.
     fn unshare_tail(&self) -> PyResult<Option<PyTailCopy>> {
         Ok(self.with(kvcore::BlockTable::unshare_tail)?.map(PyTailCopy))
     }
 
-    /// Removes the tokens past `length`.
+    /// Removes all tokens after the first `length`.
     fn truncate(&self, length: usize) -> PyResult<()> {
         self.with(|table| table.truncate(length))
     }

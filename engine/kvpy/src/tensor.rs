@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use crate::device::ArenaDevice;
 use crate::error::{CallError, Result};
 
-/// A tensor from another library. Its memory lives as long as its storage.
+/// A tensor from another library. Its memory stays alive as long as `storage`.
 #[derive(Debug)]
 pub(crate) struct ForeignTensor {
     pub(crate) storage: Arc<dyn Storage>,
@@ -38,7 +38,7 @@ unsafe impl Send for DlpackOwner {}
 // SAFETY: a shared reference to a `DlpackOwner` does not give access to any data.
 unsafe impl Sync for DlpackOwner {}
 
-/// The stream that must wait for a producer's work.
+/// The handle of the stream that must wait for a producer's work.
 struct Consumer(*mut c_void);
 
 // SAFETY: the handle belongs to a live CUDA stream, kept by `ArenaDevice`, and follows the convention for
@@ -50,8 +50,8 @@ unsafe impl DlpackStream for Consumer {
 }
 
 impl ForeignTensor {
-    /// Takes a tensor on a device through `DLPack`, without a copy. The device's stream waits for the work
-    /// that the producer has enqueued.
+    /// Imports a tensor on a device through `DLPack`, without a copy. The device's stream waits for work that
+    /// the producer has enqueued.
     ///
     /// # Errors
     /// Returns a `TypeError` if the object is not a tensor or has another element type. Returns a
@@ -102,7 +102,7 @@ impl ForeignTensor {
         Ok(Self { storage, dtype, shape, strides, writable, start, owner })
     }
 
-    /// Like [`of`](Self::of), for a tensor that will be written.
+    /// Imports a tensor like [`of`](Self::of), but for writing.
     ///
     /// # Errors
     /// Returns a `ValueError` for a read-only tensor, and the errors of `of`.
@@ -123,7 +123,7 @@ impl ForeignTensor {
         unsafe { place.lent(start, bytes, Arc::clone(&self.owner)) }
     }
 
-    /// Returns the tensor as an operand to read.
+    /// Returns a view of the tensor, for reading.
     pub(crate) fn view(&self) -> PyResult<TensorView> {
         let view = || {
             let (shape, strides) = (Dims::new(&self.shape)?, Dims::new(&self.strides)?);
@@ -133,12 +133,12 @@ impl ForeignTensor {
     }
 }
 
-/// Returns a tensor as an operand to read.
+/// Imports a tensor and returns a view of it, for reading.
 pub(crate) fn read(object: &Bound<'_, PyAny>, place: &ArenaDevice) -> PyResult<TensorView> {
     ForeignTensor::of(object, place)?.view()
 }
 
-/// Returns a tensor as an operand to write.
+/// Imports a tensor and returns a view of it, for writing.
 ///
 /// # Errors
 /// Returns the errors of [`ForeignTensor::of_written`].

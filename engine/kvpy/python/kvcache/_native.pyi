@@ -94,7 +94,8 @@ class Arena:
         with ``ropes``."""
 
     def copy(self, pairs: _Pairs) -> None:
-        """Copies whole blocks of all layers, for pairs of a block to read and a block to write."""
+        """Copies whole blocks of all layers. Each pair consists of the block to read and the block to write.
+        """
 
     def rotate(self, pairs: _Pairs, ropes: Ropes, distance: int) -> None:
         """Copies whole blocks of all layers, rotating keys by ``distance`` positions."""
@@ -118,12 +119,12 @@ class Arena:
         """
 
     def load(self, cache: ForeignCache, loads: Sequence[tuple[_Rows, _Rows, int]], ropes: Ropes) -> None:
-        """Copies rows to another engine's cache. Each load has rows to read, rows to write and the distance
-        to rotate keys by.
+        """Copies rows to another engine's cache. Each entry of ``loads`` consists of the rows to read, the
+        rows to write, and the distance to rotate keys by.
 
-        Rows are either ``(blocks, first, count)``, for tokens ``first`` to ``first + count`` of these
-        blocks, or a list of slots. Rows to write in a negative block, or with a negative slot, are
-        skipped.
+        Rows are given either as ``(blocks, first, count)``, for ``count`` tokens of these blocks starting at
+        token ``first``, or as a list of slots. Rows to write in a negative block, or with a negative slot,
+        are skipped.
         """
 
     def save(self, cache: ForeignCache, to: _Rows, rows: _Rows) -> None:
@@ -154,7 +155,7 @@ class BlockPool:
 
 @final
 class MutableBlocks:
-    """Blocks that one owner fills. They become free when they are released or dropped."""
+    """Blocks that one owner fills. They become free when this object is released or dropped."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -166,7 +167,7 @@ class MutableBlocks:
 
 @final
 class SharedBlocks:
-    """Filled blocks that any number of holders read."""
+    """A hold on filled blocks, which any number of holders may read."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -193,14 +194,14 @@ class BlockTable:
 
 @final
 class WriteSlots:
-    """Slots that may be written: a slot mapping with a permit from the blocks' owner."""
+    """Slots that may be written: a slot mapping with a permit from the owner of the blocks."""
 
     def tolist(self) -> list[int]: ...
     def __len__(self) -> int: ...
 
 @final
 class TailCopy:
-    """A shared block to copy before a sequence writes."""
+    """The copy that must be made before a sequence writes to a shared block."""
 
     @property
     def pairs(self) -> list[tuple[int, int]]: ...
@@ -312,7 +313,7 @@ class ChunkWaiter:
 
 @final
 class ChunkCacheManager:
-    """The chunks in the blocks of an arena."""
+    """A cache of chunks in blocks. It only tracks the blocks; their bytes may be anywhere."""
 
     def __new__(cls, config: ChunkCacheConfig, num_blocks: int, block_size: int) -> Self: ...
     def acquire(
@@ -388,8 +389,8 @@ class PositionPlan:
 
 @final
 class ChunkPlace:
-    """A chunk's place: the index of its first token in the prompt, and that token's position as stored and
-    as used."""
+    """A chunk's place: the logical index of its first token in the prompt, the position at which that token
+    is stored, and the position at which it is used."""
 
     logical_start: int
     stored_start: int
@@ -450,9 +451,8 @@ class BlockManager:
         """
 
     def read_kv(self, layer_idx: int, block_ids: Sequence[int], seq_len: int) -> _KVPair:
-        """Copies the first ``seq_len`` tokens of a list of blocks. Returns keys and values, both
-        ``[num_kv_heads, seq_len, head_dim]``.
-        """
+        """Copies the first ``seq_len`` tokens in the given blocks from one layer. Returns keys and values,
+        both ``[num_kv_heads, seq_len, head_dim]``."""
 
     @property
     def k_storage(self) -> Tensor: ...
@@ -481,9 +481,8 @@ class PagedKVCache:
     def update(
         self, seq_id: int, layer_idx: int, key: _SupportsDlpack, value: _SupportsDlpack, start_pos: int
     ) -> _KVPair:
-        """Writes tokens to one layer at ``start_pos``, replacing all later ones, and returns all tokens of
-        the layer.
-        """
+        """Writes tokens to one layer at ``start_pos``, replacing all later tokens of the layer, and returns
+        all tokens of the layer."""
 
 @final
 class PagedKVCacheWrapper:
@@ -495,7 +494,7 @@ class PagedKVCacheWrapper:
 
 @final
 class KVCache:
-    """Keys, or values, of consecutive layers in memory allocated once.
+    """The keys, or the values, of consecutive layers, in memory that is allocated once.
 
     Tensors are ``[B, H, L, D]`` for a cache of one layer, and ``[layers, B, H, L, D]`` for more. Invalid
     tensors raise ``KvCacheError`` and change nothing.
@@ -540,7 +539,8 @@ class KVCache:
 
 @final
 class ReceivedMatrix:
-    """The pieces of a merge that have arrived, ``[num_chunks, num_stages]``. Printed as a table."""
+    """A matrix ``[num_chunks, num_stages]`` that records which pieces of a merge have arrived. It is printed
+    as a table."""
 
     def __new__(cls, num_chunks: int, num_stages: int) -> Self: ...
     @property
@@ -557,8 +557,8 @@ class ReceivedMatrix:
 
 @final
 class KvStorageManager:
-    """Tracks each request's blocks, which are reserved step by step and released together. Does not hold
-    keys or values itself."""
+    """Tracks the blocks of each request, which are reserved step by step and released together. It does not
+    store keys or values."""
 
     def __new__(cls, total_blocks: int, block_size: int) -> Self: ...
     @property
@@ -593,7 +593,8 @@ class StorageMetrics:
 
 @final
 class StorageTierConfig:
-    """The thresholds for moving blocks between tiers, from 0 to 1."""
+    """The thresholds for moving blocks between tiers, from 0 to 1. They only determine how many blocks to
+    move; the caller moves them."""
 
     def __new__(
         cls, gpu_offload_threshold: float = 0.85, cpu_offload_threshold: float = 0.90, prefetch_threshold: float = 0.7
@@ -654,10 +655,10 @@ _Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt
 
 @final
 class LLM:
-    """A model on this machine, which keeps the documents of its prompts and finds them in any order.
+    """A model on this machine that caches the documents of its prompts, and finds them again in any order.
 
-    Half of the document tokens are recomputed, unless ``chunk_cache_config`` or ``recompute`` specifies
-    otherwise.
+    By default, the half of the document tokens to which the question attends most is recomputed.
+    ``recompute`` chooses another strategy. If only ``chunk_cache_config`` is given, nothing is recomputed.
     """
 
     def __new__(

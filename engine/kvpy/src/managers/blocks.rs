@@ -22,7 +22,7 @@ fn ids(blocks: Vec<u32>) -> Vec<BlockId> {
     blocks.into_iter().map(BlockId).collect()
 }
 
-/// Returns the first of these attributes that a configuration has and that is not `None`.
+/// Returns the first of the attributes `names` that `config` has and that is not `None`.
 fn setting<'py>(config: &Bound<'py, PyAny>, names: &[&str]) -> PyResult<Bound<'py, PyAny>> {
     for name in names {
         if let Some(value) = config.getattr_opt(*name)?.filter(|value| !value.is_none()) {
@@ -43,9 +43,9 @@ impl PyBlockManager {
 
 #[pymethods]
 impl PyBlockManager {
-    /// Allocates `num_blocks` blocks of `block_size` tokens for all layers. `device` is `"cpu"`, `"cuda"` or
-    /// `"cuda:N"`, or a torch device. `dtype` is `"float32"`, `"float16"` or `"bfloat16"`, or a `NumPy` or
-    /// torch type.
+    /// Allocates `num_blocks` blocks of `block_size` tokens, each for all layers. `device` is `"cpu"`,
+    /// `"cuda"` or `"cuda:N"`, or a torch device. `dtype` is `"float32"`, `"float16"` or `"bfloat16"`, or a
+    /// `NumPy` or torch type.
     #[new]
     #[pyo3(signature = (num_layers, num_kv_heads, head_dim, block_size = 16, num_blocks = 256, device = None, dtype = None))]
     fn new(
@@ -65,8 +65,8 @@ impl PyBlockManager {
 
     /// Allocates the blocks for a model. `model_config` uses transformers' names: `num_hidden_layers`,
     /// `num_key_value_heads` (or `num_attention_heads`), and `head_dim` (or `hidden_size`). It may also use
-    /// `num_layers` and `num_kv_heads`. `engine_config` has `device` and `dtype`. Raises `AttributeError` if
-    /// one is missing.
+    /// `num_layers` and `num_kv_heads`. `engine_config` must have `device` and `dtype`. Raises
+    /// `AttributeError` if an attribute is missing.
     #[classmethod]
     #[pyo3(signature = (model_config, engine_config, block_size = 16, num_blocks = 256))]
     fn from_config(
@@ -101,8 +101,8 @@ impl PyBlockManager {
         Ok(numbers(&self.0.own.lock().allocate(num_blocks_needed).map_err(CallError::from)?))
     }
 
-    /// Frees all of `block_ids`, or none. Raises `KvCacheError` if a block is already free, is given twice or
-    /// belongs to a sequence of a `PagedKVCache`.
+    /// Frees all of `block_ids`, or none of them. Raises `KvCacheError` if a block is already free, occurs
+    /// twice, or belongs to a sequence of a `PagedKVCache`.
     fn free_blocks(&self, block_ids: Vec<u32>) -> PyResult<()> {
         Ok(self.0.own.lock().free(&ids(block_ids)).map_err(CallError::from)?)
     }
@@ -122,7 +122,7 @@ impl PyBlockManager {
         self.0.run(py, |own, stream| own.write(stream, layer_idx, BlockId(block_id), offset, &k, &v))
     }
 
-    /// Copies the first `seq_len` tokens of a list of blocks of one layer. Returns keys and values, both
+    /// Copies the first `seq_len` tokens in the given blocks from one layer. Returns keys and values, both
     /// `[num_kv_heads, seq_len, head_dim]`.
     fn read_kv(
         &self,
@@ -154,7 +154,7 @@ impl PyBlockManager {
         self.0.own.lock().counts().free
     }
 
-    /// Returns the number of tokens that fit in all blocks.
+    /// Returns the total number of tokens for which the blocks have room.
     fn max_tokens_supported(&self) -> usize {
         self.0.own.lock().max_tokens_supported()
     }

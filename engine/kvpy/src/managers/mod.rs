@@ -1,5 +1,5 @@
-//! Classes for engines that work with IDs: the managers of `kvmanager`, under the names in the project's
-//! first documents.
+//! Classes for engines that work with IDs: the managers of `kvmanager`, under the names from the project's
+//! first design documents.
 
 mod blocks;
 mod ranks;
@@ -23,10 +23,10 @@ use crate::export::PyTensor;
 use crate::names::{dtype, text_of};
 use crate::tensor::read;
 
-/// The keys and values of one layer, in Python's layout.
+/// The keys and values of one layer, with axes in the order that Python uses.
 type KvPair = (PyTensor, PyTensor);
 
-/// A manager, with the device that has its memory.
+/// A manager, with the device that holds its memory.
 struct OnDevice<M> {
     device: Arc<ArenaDevice>,
     own: Mutex<M>,
@@ -37,7 +37,8 @@ impl<M: Send> OnDevice<M> {
         Self { device, own: Mutex::new(own) }
     }
 
-    /// Runs a manager's work and waits for it, without holding Python's lock.
+    /// Calls `work` with the manager and waits for everything that it enqueues, without holding Python's
+    /// lock.
     fn run<T: Send>(
         &self,
         py: Python<'_>,

@@ -1,4 +1,4 @@
-//! `KVCache` and `ReceivedMatrix`: the caches of pipeline ranks, and merging them.
+//! `KVCache` and `ReceivedMatrix`: the caches of pipeline ranks and how they are merged.
 
 use kvcore::TensorView;
 use kvmanager::{PrefillPlan, RankCache, ReceivedMatrix};
@@ -14,7 +14,7 @@ use crate::tensor::read;
 /// The token axis of a tensor `[B, H, L, D]`.
 const SEQUENCE: usize = 2;
 
-/// Keys, or values, of consecutive layers in memory allocated once.
+/// The keys, or the values, of consecutive layers, in memory that is allocated once.
 ///
 /// Tensors are `[B, H, L, D]` for a cache with one layer, and `[layers, B, H, L, D]` for more.
 #[pyclass(frozen, name = "KVCache", module = "kvcache")]
@@ -88,16 +88,16 @@ impl PyKvCache {
 
     /// Merges the caches of all ranks, and returns all tokens so far like `append_sequence`.
     ///
-    /// By default, merges by layer: `tensors[r]` has rank `r`'s layers for the next tokens, `[layers of r, B,
-    /// H, L, D]`, or `[B, H, L, D]` for a rank with one layer. The length grows by `L`, regardless of the
-    /// number of ranks. After `expect_chunks`, the tensors are the pieces of the next chunk. With `dim=2`,
-    /// merges along the sequence: every tensor has all layers of this cache, and the tensors are
-    /// concatenated in order.
+    /// By default, merges by layer: `tensors[r]` contains the layers of rank `r` for the next tokens,
+    /// `[layers of r, B, H, L, D]`, or `[B, H, L, D]` if the rank has one layer. The length grows by `L`,
+    /// regardless of the number of ranks. After `expect_chunks`, the tensors are the pieces of the next
+    /// chunk. With `dim=2`, merges along the sequence: every tensor must contain all layers of this cache,
+    /// and the tensors are concatenated in order.
     ///
-    /// The design that this method comes from always concatenates along the sequence. That turns 7 tokens on
-    /// each of 3 ranks into 21, although the ranks have different layers of the same 7 tokens. Raises
-    /// `KvCacheError` if the layers or the shapes do not fit together, and `ValueError` for any other `dim`.
-    /// In these cases, the cache is unchanged.
+    /// The design that this method is based on always concatenates along the sequence. It would turn 7 tokens
+    /// on each of 3 ranks into 21 tokens, although the ranks have different layers of the same 7 tokens.
+    /// Raises `KvCacheError` if the layers or the shapes do not fit together, and `ValueError` for any other
+    /// `dim`. In these cases, the cache is unchanged.
     #[pyo3(signature = (tensors, dim = None))]
     fn merge_from_ranks(
         &self,
@@ -160,7 +160,8 @@ impl PyKvCache {
     }
 }
 
-/// The pieces of a merge that have arrived, `[num_chunks, num_stages]`. Printed as a table.
+/// A matrix `[num_chunks, num_stages]` that records which pieces of a merge have arrived. It is printed as a
+/// table.
 #[pyclass(frozen, name = "ReceivedMatrix", module = "kvcache")]
 pub(crate) struct PyReceivedMatrix(Mutex<ReceivedMatrix>);
 
@@ -215,7 +216,7 @@ impl PyReceivedMatrix {
         self.0.lock().missing().collect()
     }
 
-    /// Returns the rows of the matrix: 1 for a piece that has arrived, 0 for a missing one.
+    /// Returns the matrix as a list of rows: 1 for a piece that has arrived, 0 for a missing one.
     fn tolist(&self) -> Vec<Vec<u32>> {
         self.0.lock().rows().into_iter().map(|row| row.into_iter().map(u32::from).collect()).collect()
     }

@@ -34,8 +34,8 @@ impl PyPagedKvCache {
 
 #[pymethods]
 impl PyPagedKvCache {
-    /// Creates an empty cache. Its sequences take their blocks from `block_manager`, at most
-    /// `max_blocks_per_seq` each.
+    /// Creates an empty cache. Each sequence uses at most `max_blocks_per_seq` blocks, which it gets from
+    /// `block_manager`.
     #[new]
     #[pyo3(signature = (block_manager, max_blocks_per_seq = 64))]
     fn new(block_manager: &PyBlockManager, max_blocks_per_seq: usize) -> PyResult<Self> {
@@ -51,14 +51,14 @@ impl PyPagedKvCache {
         Ok(self.0.own.lock().create(seq_id).map_err(CallError::from)?)
     }
 
-    /// Ends a sequence and frees its blocks right away.
+    /// Deletes a sequence and frees its blocks immediately.
     fn delete_sequence(&self, seq_id: u64) -> PyResult<()> {
         Ok(self.0.own.lock().delete(seq_id).map_err(CallError::from)?)
     }
 
     /// Appends `key` and `value`, both `[num_kv_heads, tokens, head_dim]`, to one layer. The first layer that
-    /// receives a token allocates its slot, so the length grows once per token. Raises `KvCacheError` if
-    /// there are too few blocks or the sequence would exceed its limit.
+    /// receives a token allocates the token's slot, so the sequence's length grows once per token. Raises
+    /// `KvCacheError` if there are too few blocks or the sequence would exceed its limit.
     fn append_kv(
         &self,
         py: Python<'_>,
@@ -71,7 +71,8 @@ impl PyPagedKvCache {
         self.0.run(py, |own, stream| own.append(stream, seq_id, layer_idx, &k, &v))
     }
 
-    /// Copies all tokens of one layer. Returns keys and values, both `[num_kv_heads, tokens, head_dim]`.
+    /// Copies all of a sequence's tokens from one layer. Returns keys and values, both `[num_kv_heads,
+    /// tokens, head_dim]`.
     fn get_kv(&self, py: Python<'_>, seq_id: u64, layer_idx: usize) -> PyResult<KvPair> {
         self.0.pair(self.0.run(py, |own, stream| {
             let len = own.layer_len(seq_id, layer_idx)?;

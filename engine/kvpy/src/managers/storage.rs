@@ -8,8 +8,8 @@ use pyo3::types::PyDict;
 use crate::error::CallError;
 use crate::pool::{PyBlockPool, PyMutableBlocks, numbers};
 
-/// Tracks each request's blocks, which are reserved step by step and released together. Does not hold
-/// keys or values itself.
+/// Tracks the blocks of each request, which are reserved step by step and released together. It does not
+/// store keys or values.
 #[pyclass(frozen, name = "KvStorageManager", module = "kvcache")]
 pub(crate) struct PyKvStorageManager {
     own: StorageManager,
@@ -34,15 +34,16 @@ impl PyKvStorageManager {
         self.block_size
     }
 
-    /// The pool that the blocks belong to. Blocks that were shared under keys can be found in this pool.
+    /// The pool that the blocks belong to. Blocks that were shared under keys can be looked up in this pool.
     #[getter]
     fn pool(&self) -> PyBlockPool {
         PyBlockPool(self.own.pool().clone())
     }
 
-    /// Reserves `num_blocks` more blocks for a request, or none, and returns them. A second reservation adds
-    /// to the first (in the design that this method is based on, the first one is lost). Raises
-    /// `KvCacheError` if too few blocks are available; the request keeps the blocks that it had.
+    /// Reserves `num_blocks` more blocks for a request, or none, and returns their IDs. A second reservation
+    /// adds to the first (in the design that this method is based on, the first one is lost). Raises
+    /// `KvCacheError` if too few blocks are available; in that case, the request keeps the blocks that it
+    /// already has.
     fn reserve_blocks(&self, request_id: u64, num_blocks: usize) -> PyResult<Vec<u32>> {
         Ok(numbers(&self.own.reserve(request_id, num_blocks).map_err(CallError::from)?))
     }
@@ -53,13 +54,13 @@ impl PyKvStorageManager {
         Ok(self.own.release(request_id).map_err(CallError::from)?)
     }
 
-    /// Returns a request's blocks, in the order in which they were reserved.
+    /// Returns the IDs of a request's blocks, in the order in which they were reserved.
     fn get_blocks(&self, request_id: u64) -> PyResult<Vec<u32>> {
         Ok(numbers(&self.own.blocks(request_id).map_err(CallError::from)?))
     }
 
-    /// Transfers a request's blocks to the caller, who can share them under their keys for later requests to
-    /// find in `pool`. The manager then forgets the request.
+    /// Transfers a request's blocks to the caller, which can share them under keys so that later requests
+    /// find them in `pool`. The manager then forgets the request.
     fn take_blocks(&self, request_id: u64) -> PyResult<PyMutableBlocks> {
         Ok(PyMutableBlocks::new(self.own.take(request_id).map_err(CallError::from)?))
     }
@@ -121,8 +122,9 @@ impl PyStorageMetrics {
     }
 
     /// Compares the metrics with the targets: more than 10 % of the blocks available, less than 90 % in
-    /// flight, and 99th percentiles below 1 ms for reservations and below 0.5 ms for releases. Each target is
-    /// met, missed, or `None` if nothing was measured.
+    /// flight, and 99th percentiles below 1 ms for reservations and below 0.5 ms for releases. Returns, by
+    /// name, `True` for a target that is met, `False` for one that is missed, and `None` if nothing was
+    /// measured.
     fn goals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let goals = PyDict::new(py);
         for goal in self.0.goals() {
@@ -152,8 +154,8 @@ impl PyStorageMetrics {
     }
 }
 
-/// The thresholds for moving blocks between tiers, from 0 to 1. They only determine the number of blocks to
-/// move, and do not move any.
+/// The thresholds for moving blocks between tiers, from 0 to 1. They only determine how many blocks to move;
+/// the caller moves them.
 #[pyclass(frozen, name = "StorageTierConfig", module = "kvcache")]
 pub(crate) struct PyStorageTierConfig(TierThresholds);
 
@@ -189,7 +191,7 @@ impl PyStorageTierConfig {
     }
 
     /// Returns the number of blocks to move down from a tier, `"gpu"` or `"cpu"`, that uses `used` of its
-    /// `total` blocks. This number is the minimum that brings the tier back to its threshold.
+    /// `total` blocks. This is the smallest number that brings the tier down to its threshold.
     fn blocks_to_offload(&self, tier: &str, used: usize, total: usize) -> PyResult<usize> {
         let tier = match tier {
             "gpu" => Tier::Device,
@@ -200,8 +202,9 @@ impl PyStorageTierConfig {
     }
 
     /// Returns the number of blocks, out of `wanted`, to load early to a GPU that uses `used` of its `total`
-    /// blocks. `heat`, from 0 to 1, is the blocks' access frequency. The number is small enough that the
-    /// GPU does not have to offload blocks.
+    /// blocks. `heat` is the caller's measure of how often the blocks are accessed, from 0 to 1; the number
+    /// is 0 unless `heat` exceeds the prefetch threshold. Loading this number of blocks never makes the GPU
+    /// offload.
     fn blocks_to_prefetch(&self, heat: f64, wanted: usize, used: usize, total: usize) -> PyResult<usize> {
         Ok(self.0.blocks_to_prefetch(heat, wanted, used, total).map_err(CallError::from)?)
     }
