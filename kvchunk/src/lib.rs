@@ -48,7 +48,7 @@
 //!
 //! # Glossary
 //!
-//! - **document**: a text that the question is about. This crate sees only its tokens, the *chunk*.
+//! - **document**: text that the question is about. This crate sees only its tokens, the *chunk*.
 //! - **chunk**: the tokens of one document in one prompt. Long chunks are stored in several *pieces*.
 //! - **context** ([`ChunkContext`]): everything that a chunk's key covers apart from chunk tokens: the root
 //!   key, the compute mode, the system prompt and the position. In [`ContextScaling`], *context* means all

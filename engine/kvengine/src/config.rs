@@ -13,7 +13,7 @@ pub struct EngineConfig {
     /// The format of the stored keys and values. If it is an fp8 format, a pass over 256 sample tokens
     /// determines its scales when the engine is created.
     pub kv_format: KvFormat,
-    /// Whether keys are stored rotated or unrotated.
+    /// The form in which keys are stored: rotated or unrotated.
     pub keys: KeyForm,
     /// The number of tokens per block.
     pub block_size: usize,

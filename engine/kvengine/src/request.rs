@@ -337,7 +337,7 @@ impl SparseDecode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
-    /// The model produced an end token.
+    /// The model produced an end token, or all tokens of a [forced](Request::forced) answer were computed.
     Stop,
     /// The answer was declared complete, for example because its text contains a stop string.
     #[serde(rename = "stop-string")]

@@ -21,7 +21,8 @@ use crate::tensor::ForeignTensor;
 #[pyclass(frozen, name = "ForeignCache", module = "kvcache")]
 pub(crate) struct PyForeignCache(pub(crate) Foreign);
 
-/// A cache in host memory, with any element order; on a GPU, with an arena per layer; or on an NPU.
+/// Another engine's cache, by the kind of its memory: host memory, with elements in any order; a GPU's
+/// memory, with an arena per layer; or an NPU's memory.
 pub(crate) enum Foreign {
     Host(kvbackend_cpu::ForeignCache),
     Device(Arc<ArenaDevice>, Vec<KvArena>),

@@ -62,9 +62,9 @@ pub struct ChunkCacheConfig {
     /// After that, the request computes them itself. It is also the maximum time that a request to wake a
     /// piece waits for threads that are moving pieces.
     pub max_wait_ms: u64,
-    /// Whether a piece that is missing under this system prompt may be replaced by a piece computed with
-    /// another system prompt that is not longer. The error of such a hit is not bounded, and it counts as
-    /// approximate.
+    /// Whether a piece that is missing under this system prompt may be replaced with a piece that was
+    /// computed with another system prompt of at most the same length. The error of such a hit is unbounded,
+    /// and the hit counts as approximate.
     pub cross_system_reuse: bool,
 }
 

@@ -76,7 +76,7 @@ pub trait ReplicaTransport: fmt::Debug + Send + Sync {
 /// The memory that holds a replica's keys and values.
 #[derive(Debug, Clone)]
 pub struct ReplicaDevice {
-    /// The backend. It allocates the host memory that the bytes pass through, which is as large as the piece.
+    /// The backend. It allocates host memory, as large as the piece, through which the bytes are transferred.
     pub backend: Arc<dyn Backend>,
     /// The stream that orders the copies. It must be the stream that writes and reads the arena, or be
     /// ordered with it by events.

@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 /// The result of putting a pool to sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSleep {
-    /// The amount of device memory that was released, in bytes. Only allocation granules that lie entirely
-    /// within the pool's blocks are released.
+    /// The amount of device memory that was released, in bytes. Only allocation granules that contain nothing
+    /// but the pool's blocks are released.
     pub released_bytes: usize,
     /// The amount of host memory that holds the stored pieces while the pool sleeps, in bytes.
     pub saved_bytes: usize,

@@ -35,7 +35,7 @@ pub(crate) struct MeasuredArgs {
     #[arg(long, value_name = "PATH", conflicts_with = "size")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Use a Llama with random weights, given as LAYERSxWIDTH, such as `8x1024`.
+    /// Use a Llama with random weights, given as `LAYERSxWIDTH`, such as `8x1024`.
     #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
     pub(crate) size: Option<(usize, usize)>,
 

@@ -101,7 +101,7 @@ impl DemoQuestion {
     }
 }
 
-/// Answers each question with the cache, then under the same mask without any reuse, and compares the
+/// Answers one question with the cache, then without any reuse under the same mask, and compares the two
 /// answers.
 fn ask(
     engine: &mut Engine,

@@ -127,8 +127,8 @@ fn beyond(score: &Score) -> String {
     }
 }
 
-/// Writes the answers to the first `count` questions of each kind. `first` is the index of the first list of
-/// questions.
+/// Writes the answers to the first `count` questions of each kind. `first` is the index of the first draw in
+/// `questions`.
 pub(super) fn answers(
     out: &mut impl Write,
     arms: &[Arm],

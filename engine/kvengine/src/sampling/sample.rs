@@ -1,7 +1,8 @@
 //! Sampling: chooses a token from logits.
 //!
 //! The steps have the same order and definitions as in transformers: repetition penalty, temperature, top-k,
-//! top-p, min-p, draw. A step with a neutral setting is skipped.
+//! top-p, min-p, draw. Presence and frequency penalties and biases are applied right after the repetition
+//! penalty. A step with a neutral setting is skipped.
 
 use std::sync::Arc;
 

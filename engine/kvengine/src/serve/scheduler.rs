@@ -12,8 +12,8 @@ use super::live::{LiveRequest, ServiceRank};
 use super::swap::{PreemptionCosts, SwapSpace};
 use crate::config::{EngineConfig, Scheduling};
 
-/// The value that the configured limits are reduced to if they are larger. It is larger than any pass, and so
-/// small that sums do not overflow.
+/// The maximum of each configured limit. It is larger than any pass, and small enough that sums do not
+/// overflow.
 const MANY: usize = 1 << 28;
 
 /// The waiting and running requests of an engine.

@@ -157,8 +157,8 @@ impl Parameters<'_> {
         value.map_or_else(|| self.max_positions(), |n| Ok(n as usize))
     }
 
-    /// Returns the ratio of the extended to the original context length: the config's, or else one
-    /// derived from the two lengths.
+    /// Returns the ratio of the extended to the original context length: from the config or, if it does not
+    /// specify the ratio, computed from the two lengths.
     fn factor(&self) -> Option<f64> {
         let derived = || Some(self.max_positions().ok()? as f64 / self.original().ok()? as f64);
         self.number("factor").or_else(derived)

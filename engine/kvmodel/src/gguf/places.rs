@@ -22,8 +22,8 @@ pub(super) struct PlacedTensor<'a> {
 /// Returns all tensors of a file of `length` bytes, in the order of their bytes.
 ///
 /// # Errors
-/// Returns an error with a tensor's name if it occurs twice, is not aligned, extends past the end of the file
-/// or overlaps another tensor.
+/// Returns an error that names a tensor if the tensor occurs twice, is not aligned, extends past the end of
+/// the file, or overlaps another tensor.
 pub(super) fn placed(header: &Header, length: usize) -> Result<Vec<PlacedTensor<'_>>, GgufFailure> {
     let mut names = HashSet::new();
     if let Some(place) = header.tensors.iter().find(|place| !names.insert(&place.name)) {

@@ -69,7 +69,7 @@ impl<'a> Loader<'a> {
         Ok(Linear::new(matrix, None))
     }
 
-    /// Loads a vector that is read on the host.
+    /// Loads a vector to host memory, as f32, for use outside the dense steps.
     pub(crate) fn numbers(&mut self, name: &str, width: usize) -> Result<Vec<f32>> {
         let stored = self.weights.take(name, &[width])?;
         let numbers = stored.to_f32();

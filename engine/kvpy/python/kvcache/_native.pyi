@@ -90,8 +90,8 @@ class Arena:
         ropes: Ropes | None = None,
         distance: int = 0,
     ) -> None:
-        """Reads slot ``slots[i]`` of a layer into row ``i`` of ``k`` and ``v``, rotating keys by ``distance``
-        with ``ropes``."""
+        """Reads slot ``slots[i]`` of a layer into row ``i`` of ``k`` and ``v``, both ``[rows, heads,
+        head_dim]``. With ``ropes``, keys are rotated by ``distance`` positions on the fly."""
 
     def copy(self, pairs: _Pairs) -> None:
         """Copies whole blocks of all layers. Each pair consists of the block to read and the block to write.
@@ -113,7 +113,8 @@ class Arena:
         softcap: float | None = None,
         lse: _SupportsDlpack | None = None,
     ) -> None:
-        """Attends with ``q``, ``[rows, heads, head_dim]``, to the segments of ``work``, and writes ``out``.
+        """Attends with ``q``, ``[rows, heads, head_dim]``, to the segments of ``work``, and writes the result
+        to ``out``, which has the same shape.
 
         With ``ropes``, queries are rotated to their positions on the fly. Keys are not rotated.
         """
@@ -446,9 +447,8 @@ class BlockManager:
     def allocate_blocks(self, num_blocks_needed: int, seq_id: int = -1) -> list[int]: ...
     def free_blocks(self, block_ids: Sequence[int]) -> None: ...
     def write_kv(self, layer_idx: int, block_id: int, offset: int, key: _SupportsDlpack, value: _SupportsDlpack) -> None:
-        """Writes ``[num_kv_heads, tokens, head_dim]`` to a block of one layer, starting at token
-        ``offset``.
-        """
+        """Writes ``key`` and ``value``, both ``[num_kv_heads, tokens, head_dim]``, to a block of one layer,
+        starting at token ``offset``."""
 
     def read_kv(self, layer_idx: int, block_ids: Sequence[int], seq_len: int) -> _KVPair:
         """Copies the first ``seq_len`` tokens in the given blocks from one layer. Returns keys and values,
