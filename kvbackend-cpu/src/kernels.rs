@@ -54,12 +54,13 @@ kernels! {
     RotateKeys: rotate_keys,
     Attend: attend,
     AttendMla: attend_mla,
+    AttendMass: attend_mass,
     Quantize: quantize,
     Dequantize: dequantize,
 }
 
-/// Copies between an arena and another engine's cache. They are not part of the backend contract, because
-/// such layouts exist only in host memory.
+/// The kernels that copy between an arena and another engine's cache. They are not part of the backend
+/// contract, because caches with such layouts exist only in host memory.
 impl KernelTable {
     pub(crate) fn load_foreign(
         &self,

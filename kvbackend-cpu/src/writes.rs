@@ -1,4 +1,4 @@
-//! Checks whether an operation may write to its destination storages.
+//! A check of the storages that an operation writes to.
 
 use std::sync::Arc;
 
@@ -25,6 +25,7 @@ pub(crate) fn check(operation: Operation<'_>) -> Result<()> {
         Operation::AttendMla(op) => {
             view(&op.attend.out).and_then(|()| op.attend.lse.iter().try_for_each(view))
         }
+        Operation::AttendMass(op) => view(&op.sums),
         Operation::Quantize(op) => arena(&op.dst),
         Operation::Dequantize(op) => arena(&op.dst),
     }

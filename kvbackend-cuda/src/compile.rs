@@ -18,6 +18,7 @@ use crate::facts::DeviceFacts;
 const HEADERS: &[(&str, &str)] = &[
     ("attend.cuh", include_str!("../kernels/attend.cuh")),
     ("attend_mma.cuh", include_str!("../kernels/attend_mma.cuh")),
+    ("attend_plain.cuh", include_str!("../kernels/attend_plain.cuh")),
     ("attend_query.cuh", include_str!("../kernels/attend_query.cuh")),
     ("attend_tile.cuh", include_str!("../kernels/attend_tile.cuh")),
     ("device.cuh", include_str!("../kernels/device.cuh")),
@@ -29,13 +30,13 @@ const HEADERS: &[(&str, &str)] = &[
 /// Length of the hash at the start of an entry, in bytes.
 const HASH: usize = blake3::OUT_LEN;
 
-/// Returns a source's PTX for a GPU. Reads it from the folder if it has an entry; otherwise compiles the
-/// source and adds an entry.
+/// Returns a source's PTX for a GPU. Reads the PTX from the folder if it contains an entry for it. Otherwise,
+/// compiles the source, and adds an entry if there is a folder.
 ///
 /// # Errors
-/// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with its log if it rejects the
-/// source. If the folder cannot be written, the call still succeeds, but the source is compiled again each
-/// time.
+/// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with NVRTC's log if it rejects
+/// the source. A failed write to the folder is not an error: the source is then compiled again by the next
+/// call.
 pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> Result<String> {
     let compiler = version()?;
     let driver = crate::driver::version()?;
@@ -58,8 +59,7 @@ pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> R
     Ok(made)
 }
 
-/// Returns the source with its include lines replaced by the headers. A header that is included again is
-/// skipped.
+/// Returns the source with its include lines replaced with the headers. Each header is inserted only once.
 fn flattened(source: &str) -> String {
     fn add(text: &str, known: &mut Vec<&'static str>, out: &mut String) {
         for line in text.lines() {

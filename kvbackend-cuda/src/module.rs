@@ -22,9 +22,9 @@ pub(crate) enum Module {
     Copy,
     /// Copies that convert, rotate or scale rows.
     Convert,
-    /// A model's dense steps without matrix products.
+    /// A model's dense steps other than matrix products.
     Dense,
-    /// Matrix products with a few rows.
+    /// Matrix products with few rows.
     Skinny,
     /// Attention over bf16 pools.
     AttendBf16,
@@ -34,14 +34,16 @@ pub(crate) enum Module {
     AttendF16,
     /// Attention over f16 latents.
     AttendF16Latent,
-    /// Attention over pools with int8, int4 and fp8 codes.
+    /// Attention over pools of int8, int4 or fp8 codes.
     AttendCodes,
-    /// Attention over latents with int8, int4 and fp8 codes.
+    /// Attention over latents stored as int8, int4 or fp8 codes.
     AttendCodesLatent,
     /// Attention over any pool, without tensor cores.
     AttendPlain,
     /// The merge of attention's partial results.
     AttendMerge,
+    /// The attention mass of tokens: their softmax weights, summed over rows and heads.
+    AttendMass,
 }
 
 impl Module {
@@ -60,6 +62,7 @@ impl Module {
             Self::AttendCodesLatent => include_str!("../ptx/attend_codes_latent.ptx"),
             Self::AttendPlain => include_str!("../ptx/attend_plain.ptx"),
             Self::AttendMerge => include_str!("../ptx/attend_merge.ptx"),
+            Self::AttendMass => include_str!("../ptx/attend_mass.ptx"),
         }
     }
 
@@ -78,6 +81,7 @@ impl Module {
             Self::AttendCodesLatent => include_str!("../kernels/attend_codes_latent.cu"),
             Self::AttendPlain => include_str!("../kernels/attend_plain.cu"),
             Self::AttendMerge => include_str!("../kernels/attend_merge.cu"),
+            Self::AttendMass => include_str!("../kernels/attend_mass.cu"),
         }
     }
 }
@@ -104,7 +108,7 @@ struct LoadedModules {
     kernels: HashMap<CudaKernel, CUfunction>,
 }
 
-/// The size of the shared memory, in bytes, that a block may use without setting an attribute on the kernel.
+/// The shared memory, in bytes, that a block may use without an attribute of its kernel being raised.
 const PLAIN_SHARED: u32 = 48 << 10;
 
 impl Modules {

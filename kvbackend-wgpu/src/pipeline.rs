@@ -19,6 +19,7 @@ const AXES: &str = include_str!("shaders/axes.wgsl");
 const ROW: &str = include_str!("shaders/row.wgsl");
 const WORDS: &str = include_str!("shaders/words.wgsl");
 const ELEMENT: &str = include_str!("shaders/element.wgsl");
+const ATTEND_TILE: &str = include_str!("shaders/attend_tile.wgsl");
 const F16_NATIVE: &str = include_str!("shaders/f16_native.wgsl");
 const F16_PACKED: &str = include_str!("shaders/f16_packed.wgsl");
 
@@ -31,6 +32,8 @@ pub(crate) enum Shader {
     ConvertRows,
     Attend,
     Merge,
+    Mass,
+    Sums,
 }
 
 impl Shader {
@@ -41,6 +44,8 @@ impl Shader {
             Self::ConvertRows => include_str!("shaders/convert_rows.wgsl"),
             Self::Attend => include_str!("shaders/attend.wgsl"),
             Self::Merge => include_str!("shaders/merge.wgsl"),
+            Self::Mass => include_str!("shaders/mass.wgsl"),
+            Self::Sums => include_str!("shaders/sums.wgsl"),
         }
     }
 
@@ -48,9 +53,11 @@ impl Shader {
     /// writes it, or if it may share its buffer with a binding that the kernel writes.
     fn written(self) -> &'static [bool] {
         match self {
-            Self::CopyUnits | Self::CopyBytes => &[false, true, true],
+            Self::CopyUnits | Self::CopyBytes | Self::Sums => &[false, true, true],
             Self::ConvertRows => &[false, true, true, true, true, false],
-            Self::Attend => &[false, false, false, false, false, false, false, false, true, false],
+            Self::Attend | Self::Mass => {
+                &[false, false, false, false, false, false, false, false, true, false]
+            }
             Self::Merge => &[false, true, true, true, false],
         }
     }
@@ -62,7 +69,8 @@ impl Shader {
             Self::CopyUnits => &[ARGS, AXES],
             Self::CopyBytes => &[ARGS, AXES, WORDS],
             Self::ConvertRows | Self::Merge => &[ARGS, WORDS, f16, ELEMENT, ROW],
-            Self::Attend => &[ARGS, f16, ELEMENT],
+            Self::Attend | Self::Mass => &[ARGS, f16, ELEMENT, ATTEND_TILE],
+            Self::Sums => &[ARGS],
         };
         let enable = if parts.contains(&F16_NATIVE) { "enable f16;\nenable wgpu_int16;\n" } else { "" };
         [enable, texts].iter().chain(parts).chain([&self.body()]).copied().collect()
@@ -167,7 +175,7 @@ impl Pipeline {
     }
 }
 
-/// The kernels that a device has compiled so far.
+/// The kernels that have been compiled for a device so far.
 pub(crate) struct Pipelines {
     native_f16: bool,
     made: Mutex<HashMap<(Shader, Values), Arc<Pipeline>>>,

@@ -6,6 +6,7 @@
 //! | `copy_blocks`, `swap_blocks`, `copy_tensor` | device copies; `InplaceCopy` if strides differ |
 //! | rope, `rotate_keys`, rotations during copies | `Cast` to f32, `Mul`, `Add`, `Sub` on the halves of the rows, `Cast` back |
 //! | attend, `attend_mla`, selections | f32 products, exponentials and sums for each run of tokens with one rotation; see `attend` |
+//! | `attend_mass` | f32 products and exponentials, and products with ones that sum the softmax weights; see `attend/mass.rs` |
 
 use kvcore::{Operation, Result};
 
@@ -37,6 +38,7 @@ pub(crate) fn run(work: &mut StepWork<'_, '_>, operation: Operation<'_>) -> Resu
         Operation::RotateKeys(op) => blocks::rotate_keys(work, op),
         Operation::Attend(op) => attend::attend(work, op, None),
         Operation::AttendMla(op) => attend::attend(work, &op.attend, Some(&op.q_latent)),
+        Operation::AttendMass(op) => attend::attend_mass(work, op),
         Operation::Quantize(op) => blocks::convert_all(work, &op.src, &op.dst, &op.pairs),
         Operation::Dequantize(op) => blocks::convert_all(work, &op.src, &op.dst, &op.pairs),
     }

@@ -32,7 +32,12 @@ struct RowResult {
     lse: f32,
 }
 
-fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResult>> {
+/// Calls `work` with the inputs of an attention call, whose memory stays locked until `work` returns.
+pub(super) fn with_inputs<R>(
+    op: &Attend,
+    q_latent: Option<&TensorView>,
+    work: impl FnOnce(&ReferenceInputs<'_>) -> Result<R>,
+) -> Result<R> {
     let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
     let planes = [k, v].map(|plane| PlaneSpans::of_layer(&op.arena, &plane, op.layer));
     let (q, latent) = (ByteSpan::of(&op.q)?, q_latent.map(ByteSpan::of).transpose()?);
@@ -42,19 +47,31 @@ fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResu
     let (queries, latents) =
         (DenseQueries::new(&op.q, &access)?, q_latent.map(|q| DenseQueries::new(q, &access)));
     let mut parts = access.parts();
-    let inputs = ReferenceInputs {
+    work(&ReferenceInputs {
         op,
         queries,
         latents: latents.transpose()?,
         keys: PlaneRows::new(&k, &planes[0], &mut parts)?,
         values: PlaneRows::new(&v, &planes[1], &mut parts)?,
-    };
-    let rows: Vec<(usize, &AttendRows)> =
-        op.work.batch().iter().flat_map(|entry| entry.rows.clone().map(move |row| (row, entry))).collect();
+    })
+}
+
+fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResult>> {
+    with_inputs(op, q_latent, all_rows)
+}
+
+fn all_rows(inputs: &ReferenceInputs<'_>) -> Result<Vec<RowResult>> {
+    let rows: Vec<(usize, &AttendRows)> = inputs
+        .op
+        .work
+        .batch()
+        .iter()
+        .flat_map(|entry| entry.rows.clone().map(move |row| (row, entry)))
+        .collect();
     let part = |rows: &[(usize, &AttendRows)]| -> Result<Vec<Vec<RowResult>>> {
         rows.iter().map(|&(row, entry)| inputs.one_row(row, entry)).collect()
     };
-    // The threads belong to this call and end with it.
+    // The threads belong to this call, and end when it returns.
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get);
     let nested: Vec<Vec<RowResult>> = if rows.len() < ROWS_PER_THREAD * 2 || threads == 1 {
         part(&rows)?
@@ -98,8 +115,8 @@ impl DenseQueries {
 }
 
 /// The inputs of one attention call.
-struct ReferenceInputs<'a> {
-    op: &'a Attend,
+pub(super) struct ReferenceInputs<'a> {
+    pub(super) op: &'a Attend,
     queries: DenseQueries,
     latents: Option<DenseQueries>,
     keys: PlaneRows<'a>,
@@ -159,16 +176,33 @@ impl ReferenceInputs<'_> {
     }
 
     fn one_head(&self, row: usize, head: usize, seen: &[(&Segment, Range<usize>)]) -> Result<RowResult> {
+        let op = self.op;
+        let mut groups = vec![PartialSoftmax::new(op.arena.layout().shape().v_dim); op.work.groups().len()];
+        self.logits(row, head, seen, |run, _, logit, value| {
+            groups[seen[run].0.merge_group].add(logit, value);
+        })?;
+        let (out, lse) = merge(op, groups);
+        Ok(RowResult { row, head, out, lse })
+    }
+
+    /// Calls `take` for each token that a row and head attends to, with the index of the token's run in
+    /// `seen`, the token's index in its segment, its logit, and its value.
+    pub(super) fn logits(
+        &self,
+        row: usize,
+        head: usize,
+        seen: &[(&Segment, Range<usize>)],
+        mut take: impl FnMut(usize, usize, f32, &[f32]),
+    ) -> Result<()> {
         let (op, s, heads) = (self.op, self.op.arena.layout().shape(), self.queries.heads);
         let (k_head, v_head) = (head * s.k_heads / heads, head * s.v_heads / heads);
         let latent = self.latents.as_ref().map(|latents| latents.of(row, head));
-        let mut groups = vec![PartialSoftmax::new(s.v_dim); op.work.groups().len()];
         let (mut query, mut rotated) = (RotatedRow::default(), RotatedRow::default());
         let (mut key, mut value) = (vec![0.0; s.k_dim], vec![0.0; s.v_dim]);
-        for (segment, tokens) in seen.iter().filter(|(_, tokens)| !tokens.is_empty()) {
+        for (run, (segment, tokens)) in seen.iter().enumerate().filter(|(_, (_, tokens))| !tokens.is_empty())
+        {
             let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
             let q = query.by(op, self.queries.of(row, head), op.work.rows()[row].position - moved)?;
-            let group = &mut groups[segment.merge_group];
             for j in tokens.clone() {
                 let block = segment.blocks[j / s.block_size].index();
                 let at = RowAt { layer: op.layer, block, token: j % s.block_size, head: k_head };
@@ -183,11 +217,10 @@ impl ReferenceInputs<'_> {
                 if let Some(cap) = op.softcap {
                     logit = cap * (logit / cap).tanh();
                 }
-                group.add(logit, value);
+                take(run, j, logit, value);
             }
         }
-        let (out, lse) = merge(op, groups);
-        Ok(RowResult { row, head, out, lse })
+        Ok(())
     }
 }
 

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use kvcore::{
-    Attend, AttendMla, AttendRows, AttendWork, BlockId, BlockOrder, DType, KeyForm, KvShape, MemoryKind,
-    MergeGroup, QueryRow, Rope, RopeConfig, Segment, Selection, SelectionUnit, TensorView, allocate_tensor,
+    Attend, AttendMass, AttendMla, AttendRows, AttendWork, BlockId, BlockOrder, DType, KeyForm, KvShape,
+    MemoryKind, MergeGroup, QueryRow, Rope, RopeConfig, Segment, Selection, SelectionUnit, TensorView,
+    allocate_tensor,
 };
 use proptest::prelude::*;
 use rstest::rstest;
@@ -118,7 +119,10 @@ impl Call {
     }
 
     /// Runs the call, and returns the output and the log-sum-exp.
-    fn run(&self, lab: &Lab) -> (Vec<f32>, Vec<f32>) {
+    ///
+    /// Also returns the attention mass of the tokens before the last segment. It is empty if there is a
+    /// selection, or if the output overwrites the queries.
+    fn run(&self, lab: &Lab) -> [Vec<f32>; 3] {
         let (shape, rows) = (&self.shape, self.rows.len());
         let heads = self.group * shape.k_heads.max(shape.v_heads);
         let segments = self.segments();
@@ -161,14 +165,25 @@ impl Call {
                 [MergeGroup::default(), MergeGroup { lse_scale: 0.8 }],
             )),
         };
-        if self.latent {
-            let q_latent = lab.rows(self.q_dtype, [rows, heads, shape.v_dim], self.gap, 8);
-            lab.stream.attend_mla(&AttendMla { attend, q_latent }).unwrap();
+        let q_latent = self.latent.then(|| lab.rows(self.q_dtype, [rows, heads, shape.v_dim], self.gap, 8));
+        if let Some(q_latent) = q_latent.clone() {
+            lab.stream.attend_mla(&AttendMla { attend: attend.clone(), q_latent }).unwrap();
         } else {
             lab.stream.attend(&attend).unwrap();
         }
+        let tokens = attend.work.batch()[0].tokens_before();
+        let mass = if tokens == 0 || self.selected.is_some() || self.in_place.is_some() {
+            Vec::new()
+        } else {
+            let sums = tensor(&[tokens]);
+            let mass = AttendMass { attend, q_latent, entry: 0, sums: sums.clone() };
+            lab.stream.attend_mass(&mass).unwrap();
+            lab.stream.attend_mass(&mass).unwrap();
+            lab.f32s(&sums)
+        };
         let out = lab.bytes(out.storage());
-        (out.chunks_exact(4).map(|x| f32::from_ne_bytes(x.try_into().unwrap())).collect(), lab.f32s(&lse))
+        let out = out.chunks_exact(4).map(|x| f32::from_ne_bytes(x.try_into().unwrap())).collect();
+        [out, lab.f32s(&lse), mass]
     }
 }
 
@@ -189,8 +204,8 @@ proptest! {
 fn equals_the_reference(call: &Call) -> Result<(), TestCaseError> {
     compare(
         |lab| call.run(lab),
-        |(out, lse), (expected, expected_lse)| {
-            for (got, expected) in [(out, expected), (lse, expected_lse)] {
+        |got, expected| {
+            for (got, expected) in got.iter().zip(expected) {
                 for (i, (x, y)) in got.iter().zip(expected).enumerate() {
                     let near = x == y || (x - y).abs() <= 2e-5 * y.abs().max(1.0);
                     prop_assert!(near, "{}: {} is not {}", i, x, y);

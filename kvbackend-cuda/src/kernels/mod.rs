@@ -28,9 +28,7 @@ pub(crate) fn lower(to: &mut Lowering<'_>, operation: Operation<'_>) -> Result<(
         Operation::RotateKeys(op) => convert::rotate_keys(to, op),
         Operation::Attend(op) => attend::attend(to, op),
         Operation::AttendMla(op) => attend::attend_mla(to, op),
-        Operation::AttendMass(_) => {
-            Err(kvcore::Error::Unsupported { backend: crate::driver::NAME, what: "attend_mass".to_owned() })
-        }
+        Operation::AttendMass(op) => attend::attend_mass(to, op),
         Operation::Quantize(op) => convert::quantize(to, op),
         Operation::Dequantize(op) => convert::dequantize(to, op),
     }

@@ -1,11 +1,11 @@
-//! The contract's operations, lowered to kernel runs.
+//! The contract's operations, as dispatches.
 //!
 //! | operation | shader |
 //! |---|---|
-//! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys |
-//! `copy_units`, or `copy_bytes` if a place or length is not a multiple of 16 bytes |
+//! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys | `copy_units`, or `copy_bytes` if an offset or length is not a multiple of 16 bytes |
 //! | scatter and gather with another type or format, or with a rotation, rope, K of rotate_keys, quantize, dequantize | `convert_rows` |
 //! | attend, attend_mla, with selections and in every format | `attend`, then `merge` |
+//! | attend_mass, in every format | `sums`, `mass`, then `sums` |
 
 use kvcore::{Operation, Result};
 
@@ -20,7 +20,7 @@ mod rows;
 
 pub(crate) use attend::Plans;
 
-/// Lowers a checked operation to kernel runs.
+/// Lowers an operation to dispatches. The operation must have passed its checks.
 ///
 /// Attention uses the queue's scratch memory, and stores its plans in `plans`.
 pub(crate) fn lower(queue: &Queue, plans: &Plans, operation: Operation<'_>) -> Result<Vec<Dispatch>> {
@@ -35,6 +35,7 @@ pub(crate) fn lower(queue: &Queue, plans: &Plans, operation: Operation<'_>) -> R
         Operation::RotateKeys(op) => convert::rotate_keys(device, op),
         Operation::Attend(op) => attend::attend(queue, plans, op),
         Operation::AttendMla(op) => attend::attend_mla(queue, plans, op),
+        Operation::AttendMass(op) => attend::attend_mass(queue, op),
         Operation::Quantize(op) => convert::quantize(device, op),
         Operation::Dequantize(op) => convert::dequantize(device, op),
     }

@@ -1,4 +1,4 @@
-//! The backend contract: the interface of a device for caches and engines.
+//! The backend contract, through which caches and engines use a device.
 //!
 //! A backend implements [`Backend`] (memory), [`Stream`] and [`Event`] (order), and runs each [`operation`].
 //! Tensor views and arenas give typed access to its memory. A [`Communicator`] moves tensors between ranks.
@@ -23,9 +23,9 @@ pub use capture::{CaptureGate, CapturePass, ReplayCheck};
 pub use communicator::{CheckedCollective, Collective, Communicator, ReduceOp, Transfer};
 pub use graph::{Graph, GraphCache, GraphCounts, GraphKey, GraphRun, StepInputs};
 pub use operation::{
-    ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Checked, CopyBlocks, CopyTensor, Dequantize,
-    Gather, MergeGroup, OPTIONAL, Operation, Quantize, QueryRow, REQUIRED, RotateKeys, Rotation, RowRotation,
-    Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
+    ApplyRope, Attend, AttendMass, AttendMla, AttendRows, AttendWork, Checked, CopyBlocks, CopyTensor,
+    Dequantize, Gather, MergeGroup, OPTIONAL, Operation, Quantize, QueryRow, REQUIRED, RotateKeys, Rotation,
+    RowRotation, Scatter, Segment, Selection, SelectionUnit, SwapBlocks,
 };
 pub use owned::OwnedStorage;
 pub(crate) use permit::Permits;

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, oracle};
 use kvcore::{
-    Attend, AttendRows, AttendWork, BlockId, BlockOrder, CopyTensor, DType, Gather, KeyForm, KvArena,
-    KvPlane, KvShape, MergeGroup, Pairing, QueryRow, Rope, RopeConfig, Scatter, Segment, Selection,
+    Attend, AttendMass, AttendRows, AttendWork, BlockId, BlockOrder, CopyTensor, DType, Gather, KeyForm,
+    KvArena, KvPlane, KvShape, MergeGroup, Pairing, QueryRow, Rope, RopeConfig, Scatter, Segment, Selection,
     SelectionUnit, WriteSlots,
 };
 use proptest::prelude::*;
@@ -167,6 +167,16 @@ proptest! {
         for (got, expected) in [(b.download(&op.out).unwrap(), out), (b.download(op.lse.as_ref().unwrap()).unwrap(), lse)] {
             for (x, y) in got.iter().zip(&expected) {
                 prop_assert!(x == y || (x - y).abs() <= 1e-5 * y.abs().max(1.0), "{} {}", x, y);
+            }
+        }
+        let tokens = op.work.batch()[0].tokens_before();
+        if tokens > 0 && op.work.batch()[0].selection.is_none() {
+            let sums = b.tensor(DType::F32, &[tokens]).unwrap();
+            let mass = AttendMass { attend: op, q_latent: None, entry: 0, sums };
+            b.stream.attend_mass(&mass).unwrap();
+            let expected = oracle::attend_mass(&mass, (&q, None), (&k, &v), &vec![0.0; tokens]);
+            for (x, y) in b.download(&mass.sums).unwrap().iter().zip(&expected) {
+                prop_assert!((x - y).abs() <= 5e-5 * y.abs().max(1.0), "{} {}", x, y);
             }
         }
     }

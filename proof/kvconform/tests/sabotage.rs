@@ -9,148 +9,18 @@ use std::sync::{Arc, Mutex};
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvconform::{Bench, CASES};
 use kvcore::{
-    ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, Capabilities, Checked,
-    CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, DoneCall, Error, Event,
-    Gather, Graph, KeyForm, KvArena, MemoryKind, Operation, Pairing, Quantize, ReservedStorage, Result, Rope,
-    RopeConfig, RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, StepInputs, Storage,
-    Stream, SwapBlocks, TensorView, WritePairs, WriteSlots, check_granules,
+    ApplyRope, Attend, AttendMass, AttendMla, AttendRows, AttendWork, Backend, BlockId, Capabilities,
+    Checked, CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, DoneCall, Error,
+    Event, Gather, Graph, KeyForm, KvArena, MemoryKind, Operation, Pairing, Quantize, ReservedStorage,
+    Result, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, StepInputs,
+    Storage, Stream, SwapBlocks, TensorView, WritePairs, WriteSlots, check_granules,
 };
 use rstest::rstest;
 
-/// A backend's fault.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum BackendFault {
-    None,
-    ScatterNextSlot,
-    ScatterWritesPadding,
-    ScatterWithoutRotation,
-    GatherWithoutRotation,
-    CopyOneLayer,
-    SwapNothing,
-    CopyTensorForgetsStrides,
-    CopyTensorNothing,
-    CopyTensorChecksNothing,
-    ReusedMemoryIsDirty,
-    ReadZeros,
-    RopeOtherPairing,
-    RotateTooFar,
-    AttendIgnoresOffsets,
-    AttendIgnoresCausality,
-    AttendIgnoresWindow,
-    AttendKeepsTheWindowOfItsWork,
-    AttendIgnoresGroups,
-    AttendIgnoresSoftcap,
-    AttendScalesTwice,
-    AttendForgetsLse,
-    AttendOtherKvHead,
-    AttendTakesKeysAsRotated,
-    EventsDoNotOrder,
-    SelectionIgnored,
-    SelectionOfOtherUnits,
-    AcceptsAnyAttend,
-    MlaIgnoresLatents,
-    MlaIgnoresRope,
-    ScalesTooLarge,
-    HidesNan,
-    CopyWithoutScales,
-    QuantizeNextBlock,
-    DequantizeNothing,
-    QuantizeChecksNothing,
-    ListsARequiredKernelAsMissing,
-    ListsWhatItHasAsMissing,
-    HidesAFormat,
-    RefusesWithAnotherError,
-    UnmapKeepsContents,
-    UnmapTakesNeighbours,
-    MapClearsWhatIsMapped,
-    RangesAreNotChecked,
-    LargeWritesAreCut,
-    WritesOvertake,
-    RefusesNoWork,
-    /// Not a fault: the missing kernel is listed and correctly refused.
-    LacksQuantize,
-    /// Not a fault: the backend cannot reserve memory, lists that, and refuses correctly.
-    LacksReserve,
-}
+#[path = "sabotage/faults.rs"]
+mod faults;
 
-/// Each fault, with the case that must catch it.
-const FAULTS: &[(BackendFault, &str)] = &[
-    (BackendFault::ScatterNextSlot, "rows::scatter_puts_rows_where_slots_say"),
-    (BackendFault::ScatterWritesPadding, "rows::scatter_puts_rows_where_slots_say"),
-    (BackendFault::ScatterWithoutRotation, "rows::scatter_rotates_keys_on_the_way"),
-    (BackendFault::GatherWithoutRotation, "rows::gather_rotates_keys_on_the_way"),
-    (BackendFault::CopyOneLayer, "blocks::copy_moves_all_layers_and_nothing_else"),
-    (BackendFault::SwapNothing, "blocks::swap_goes_between_layouts"),
-    (BackendFault::ReusedMemoryIsDirty, "memory::reused_memory_is_zeroed"),
-    (BackendFault::CopyTensorForgetsStrides, "tensor::any_strides_equal_indexing"),
-    (BackendFault::CopyTensorForgetsStrides, "tensor::elements_of_any_size_are_copied"),
-    (BackendFault::CopyTensorForgetsStrides, "tensor::tensors_go_to_the_device_and_back"),
-    (BackendFault::CopyTensorNothing, "tensor::parts_of_one_storage_may_be_copied"),
-    (BackendFault::CopyTensorChecksNothing, "tensor::wrong_tensor_copies_are_refused_and_write_nothing"),
-    (BackendFault::ReadZeros, "memory::host_copies_round_trip"),
-    (BackendFault::RopeOtherPairing, "rope::rows_are_rotated_in_both_pairings"),
-    (BackendFault::RotateTooFar, "blocks::rotated_copies_equal_keys_rotated_there"),
-    (BackendFault::AttendIgnoresOffsets, "attend::segments_at_offsets"),
-    (BackendFault::AttendIgnoresCausality, "attend::causality_goes_by_logical_order"),
-    (BackendFault::AttendIgnoresWindow, "attend::windows_go_by_position"),
-    (BackendFault::AttendKeepsTheWindowOfItsWork, "attend::layers_share_the_work_of_a_step"),
-    (BackendFault::AttendIgnoresGroups, "attend::softcap_temperature_and_groups"),
-    (BackendFault::AttendIgnoresSoftcap, "attend::softcap_temperature_and_groups"),
-    (BackendFault::AttendScalesTwice, "attend::prefill_and_decode_in_one_call"),
-    (BackendFault::AttendForgetsLse, "attend::prefill_and_decode_in_one_call"),
-    (BackendFault::AttendOtherKvHead, "attend::prefill_and_decode_in_one_call"),
-    (BackendFault::AttendIgnoresOffsets, "attend::keys_may_lie_unrotated"),
-    (BackendFault::AttendTakesKeysAsRotated, "attend::keys_may_lie_unrotated"),
-    (BackendFault::AttendTakesKeysAsRotated, "mla::rotated_parts_may_lie_unrotated"),
-    (BackendFault::AttendTakesKeysAsRotated, "quant::attend_reads_quantised_blocks"),
-    (BackendFault::EventsDoNotOrder, "order::events_order_streams"),
-    (BackendFault::EventsDoNotOrder, "order::events_call_back_when_they_are_done"),
-    (BackendFault::ScatterNextSlot, "rows::k_and_v_may_differ_in_heads"),
-    (BackendFault::AttendOtherKvHead, "attend::k_and_v_may_differ_in_heads"),
-    (BackendFault::ScatterNextSlot, "quant::rows_read_back_within_the_bound_of_their_format"),
-    (BackendFault::ScalesTooLarge, "quant::rows_read_back_within_the_bound_of_their_format"),
-    (BackendFault::HidesNan, "quant::what_is_not_finite_never_becomes_finite"),
-    (BackendFault::GatherWithoutRotation, "quant::gathered_keys_are_rotated_in_f32"),
-    (BackendFault::CopyWithoutScales, "quant::copies_move_codes_and_scales"),
-    (BackendFault::RotateTooFar, "quant::rotated_keys_are_quantised_again"),
-    (BackendFault::AttendIgnoresOffsets, "quant::attend_reads_quantised_blocks"),
-    (BackendFault::ScalesTooLarge, "quant::blocks_are_quantised_and_back"),
-    (BackendFault::QuantizeNextBlock, "quant::blocks_are_quantised_and_back"),
-    (BackendFault::DequantizeNothing, "quant::blocks_are_quantised_and_back"),
-    (BackendFault::QuantizeChecksNothing, "quant::wrong_conversions_are_refused"),
-    (BackendFault::ListsARequiredKernelAsMissing, "capabilities::no_required_kernel_or_type_is_missing"),
-    (BackendFault::ListsWhatItHasAsMissing, "quant::blocks_are_quantised_and_back"),
-    (BackendFault::HidesAFormat, "quant::attend_reads_quantised_blocks"),
-    (BackendFault::RefusesWithAnotherError, "quant::blocks_are_quantised_and_back"),
-    (BackendFault::SelectionIgnored, "sparse::rows_see_selected_tokens_only"),
-    (BackendFault::SelectionIgnored, "sparse::rows_see_selected_blocks_only"),
-    (BackendFault::SelectionIgnored, "sparse::an_empty_selection_sees_nothing"),
-    (BackendFault::SelectionIgnored, "sparse::selections_of_quantised_blocks"),
-    (BackendFault::SelectionOfOtherUnits, "sparse::rows_see_selected_blocks_only"),
-    (BackendFault::AttendIgnoresCausality, "sparse::what_is_selected_must_be_visible_too"),
-    (BackendFault::AcceptsAnyAttend, "sparse::wrong_selections_are_refused"),
-    (BackendFault::AcceptsAnyAttend, "mla::wrong_latent_attends_are_refused"),
-    (BackendFault::MlaIgnoresLatents, "mla::the_latent_is_key_and_value"),
-    (BackendFault::MlaIgnoresLatents, "mla::queries_may_come_rotated"),
-    (BackendFault::MlaIgnoresLatents, "mla::latents_may_be_quantised"),
-    (BackendFault::MlaIgnoresRope, "mla::the_latent_is_key_and_value"),
-    (BackendFault::SelectionIgnored, "mla::latents_may_be_selected"),
-    (BackendFault::RotateTooFar, "mla::moving_a_chunk_moves_the_rotated_part_only"),
-    (BackendFault::UnmapKeepsContents, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
-    (BackendFault::UnmapTakesNeighbours, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
-    (
-        BackendFault::MapClearsWhatIsMapped,
-        "reserve::mapping_twice_keeps_contents_and_unmapping_twice_is_nothing",
-    ),
-    (BackendFault::RangesAreNotChecked, "reserve::wrong_ranges_are_refused_and_change_nothing"),
-    (BackendFault::CopyOneLayer, "reserve::kernels_work_on_reserved_memory"),
-    (BackendFault::LargeWritesAreCut, "memory::a_caller_may_reuse_the_bytes_that_it_wrote"),
-    (BackendFault::WritesOvertake, "order::writes_come_in_the_order_of_the_stream"),
-    (BackendFault::CopyTensorNothing, "order::enqueued_work_keeps_its_memory"),
-    (BackendFault::CopyTensorNothing, "order::work_of_a_dropped_stream_is_done"),
-    (BackendFault::RefusesNoWork, "order::no_work_is_no_work"),
-    (BackendFault::ScatterWritesPadding, "order::no_work_is_no_work"),
-];
+use faults::{BackendFault, FAULTS};
 
 #[derive(Debug)]
 struct Wrong {
@@ -386,6 +256,7 @@ impl Stream for WrongStream {
             Operation::RotateKeys(op) => self.rotate_keys(op),
             Operation::Attend(op) => self.attend(op),
             Operation::AttendMla(op) => self.attend_mla(op),
+            Operation::AttendMass(op) => self.attend_mass(op),
             Operation::Quantize(op) => self.quantize(op),
             Operation::Dequantize(op) => self.dequantize(op),
         }
@@ -533,6 +404,26 @@ impl WrongStream {
             _ => {}
         }
         self.inner.attend_mla(&op)
+    }
+    fn attend_mass(&self, op: &AttendMass) -> Result<()> {
+        if self.fault == BackendFault::AcceptsAnyAttend && op.check().is_err() {
+            return Ok(());
+        }
+        op.check()?;
+        let mut op = AttendMass { attend: self.spoilt(&op.attend)?, ..op.clone() };
+        let attend = &mut op.attend;
+        match self.fault {
+            BackendFault::MassReplacesSums => self.inner.write(&op.sums, &vec![0; op.bytes()])?,
+            BackendFault::MassIgnoresWindow => attend.window = None,
+            BackendFault::MassForgetsHeads => {
+                let some = |view: &TensorView| view.slice(1, 0, 1);
+                (attend.q, attend.out) = (some(&attend.q)?, some(&attend.out)?);
+                attend.lse = attend.lse.as_ref().map(some).transpose()?;
+            }
+            BackendFault::MassIgnoresLatents => op.q_latent = None,
+            _ => {}
+        }
+        self.inner.attend_mass(&op)
     }
     fn quantize(&self, op: &Quantize) -> Result<()> {
         let next = |&(from, to): &(BlockId, BlockId)| {

@@ -1,5 +1,5 @@
-//! The question chooses the tokens to recompute: it is computed once over the stored keys, and its attention
-//! to each token is summed.
+//! Chooses the tokens to recompute by the question's attention: the question is computed once over the stored
+//! keys, and its attention to each token is summed.
 //!
 //! The model computes the sums in the passes that it runs for all requests. (`ProphetKV`, 2026.)
 
@@ -24,19 +24,20 @@ impl LivePrompt {
         let context = &question.segments[..question.segments.len().saturating_sub(1)];
         let tokens = context.iter().map(|segment| segment.len).sum();
         let first_layer = check.first_layer(runner.model.config().num_layers());
-        let mass = AttentionMass { first_layer, sums: vec![0.0; tokens], ..AttentionMass::default() };
+        let mass = AttentionMass::new(first_layer, tokens);
         let (_, _, stage) = self.stored(runner, request)?;
         *stage = Stage::Asking { question: PendingRows::new([question]), mass };
         Ok(())
     }
 
-    /// Lets the strategy choose tokens by the question's attention, which must have been computed.
+    /// Makes the strategy choose tokens by the question's attention, which must have been computed.
     pub(super) fn choose_asked(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         let PromptParts::Stored { assembled, stage: Stage::Asking { mass, .. } } = &self.parts else {
             return Err(Error::EmptyPrompt);
         };
         let system = assembled.segments().first().map_or(0, |segment| segment.len);
-        let scores = assembled.by_chunk(&mass.sums[system..]);
+        let sums = mass.read(runner.device().stream)?;
+        let scores = assembled.by_chunk(&sums[system..]);
         let flops = mass.flops;
         self.free_question(runner)?;
         self.choose_by(runner, request, Findings { attention: Some(scores), ..Findings::default() })?;
@@ -44,8 +45,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Returns the whole question as an input in a new sequence. The question sees the documents as they are
-    /// stored.
+    /// Returns the whole question as an input in a new sequence. The question sees the documents' stored KV.
     pub(super) fn question(&mut self, runner: &mut Runner, request: &Request) -> Result<SequenceInput> {
         self.free_question(runner)?;
         let Some(prompt) = request.chunked() else { return Err(Error::EmptyPrompt) };
@@ -62,7 +62,8 @@ impl LivePrompt {
         Ok(input)
     }
 
-    /// Frees the question's sequence, if there is one. The question is computed again with the final context.
+    /// Frees the question's sequence, if there is one, so that the question is computed again with the final
+    /// context.
     pub(super) fn free_question(&mut self, runner: &mut Runner) -> Result<()> {
         self.question.take().map_or(Ok(()), |sequence| runner.caches.free(sequence))
     }

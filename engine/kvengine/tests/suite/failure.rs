@@ -134,6 +134,7 @@ fn rule_8_a_request_that_fails_anywhere_holds_nothing(
         (Case::Warm, "none"),
         (Case::Warm, "link:2"),
         (Case::Warm, "blend:0.5@1:both"),
+        (Case::Warm, "question:0.4@0"),
         (Case::Asleep, "none")
     )]
     request: (Case, &str),
@@ -145,11 +146,12 @@ fn rule_8_a_request_that_fails_anywhere_holds_nothing(
         "none" if case == Case::Asleep => expected.extend(["swap_blocks"]),
         "none" => {}
         "link:2" => expected.extend(["copy_blocks"]),
+        "question:0.4@0" => expected.extend(["attend_mass", "copy_blocks", "read"]),
         _ => expected.extend(["copy_blocks", "gather", "rope", "read"]),
     }
     let refused = refuse_everything(name, case, strategy);
     assert!(refused.is_superset(&expected), "{refused:?}");
     // Passes in host memory do not allocate memory from the backend.
-    let allocates = case == Case::Asleep || strategy.starts_with("blend");
+    let allocates = case == Case::Asleep || strategy.starts_with("blend") || strategy.starts_with("question");
     assert_eq!(refused.contains("allocate"), allocates, "{refused:?}");
 }

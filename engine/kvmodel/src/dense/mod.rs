@@ -35,13 +35,12 @@ pub use activation::{Activation, RowIndex};
 pub use ascend::AscendDense;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDense;
-pub(crate) use host::products;
 pub use host::{HostDense, OutputTensor, lend_tensor};
 pub use kvbackend_cpu::dense::{SharedBytes, StoredType};
 pub use stored::StoredWeight;
 pub(crate) use stored::bytes_of;
 
-/// The format in which a model holds its projections' weights.
+/// The format in which a model stores the weights of its projections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub enum WeightFormat {
     /// Unchanged, in their stored type: f32, f16, bf16, or blocks (`Q8_0`, `Q4_K`, …).
@@ -49,13 +48,13 @@ pub enum WeightFormat {
     Stored,
     /// f32, regardless of their stored type.
     F32,
-    /// Eight-bit blocks of 32 elements (ggml's `Q8_0`). With these blocks, decoding reads about a quarter
-    /// of the bytes that it reads with f32. Projections whose input width is not a multiple of 32, and
-    /// weights stored in blocks, keep their type.
+    /// Eight-bit blocks of 32 elements (ggml's `Q8_0`). Decoding then reads about a quarter of the bytes that
+    /// it would read with f32. Projections whose input width is not a multiple of 32, and weights that are
+    /// already stored in blocks, keep their type.
     Q8,
 }
 
-/// The use of a weight, which determines the form in which an implementation holds it.
+/// The use of a weight, which determines the form in which an implementation stores it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightUse {
     /// The factors of a norm or the terms of a bias, `[width]`, in full precision.
@@ -74,7 +73,7 @@ pub enum WeightUse {
 
 /// A weight in an implementation's own form.
 pub trait Weight: fmt::Debug + Send + Sync {
-    /// Returns the size of this weight's own memory in bytes: 0 if it shares another weight's memory.
+    /// Returns the size of this weight's own memory in bytes, or 0 if it shares another weight's memory.
     fn bytes(&self) -> usize;
 
     /// Returns the weight as [`Any`](std::any::Any), for its implementation to downcast.
@@ -87,18 +86,18 @@ pub trait Weight: fmt::Debug + Send + Sync {
 ///   their inputs.
 /// - **Order**: a step may return before its work is done. Later steps see its results, and
 ///   [`read`](Self::read) waits for them. A [`Border`] orders the steps and the operations of a stream.
-/// - **Empty batches**: the number of rows may be 0 in every step; the result then has no rows either.
+/// - **Empty batches**: every step accepts inputs without rows. The result then has no rows either.
 /// - **Handles**: a weight or an activation from another implementation causes the error
 ///   [`kvcore::Error::ForeignHandle`].
 /// - **Threads**: several threads may call one implementation, each with its own border and activations.
-/// - **Shapes**: the caller must ensure that shapes match, like [`Model`](crate::Model) does. Otherwise, an
-///   implementation may return an error, but must not read memory outside its own.
+/// - **Shapes**: the caller must ensure that shapes match, as [`Model`](crate::Model) does. If they do not,
+///   an implementation may return an error, but must not read memory outside its own.
 ///
 /// Errors of the underlying library are returned as [`Error::Dense`](crate::Error::Dense).
 // Decision: docs/decisions/models.md#dense-steps-are-a-trait-of-small-steps
 pub trait Dense: fmt::Debug + Send + Sync {
-    /// Returns the implementation's name. It is part of a model's key, because implementations round
-    /// differently.
+    /// Returns the implementation's name. It is part of [`Model::revision`](crate::Model::revision), because
+    /// implementations round differently.
     fn name(&self) -> &'static str;
 
     /// Loads a weight from its stored format, by converting, copying or uploading it.
@@ -118,10 +117,10 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Creates a list of row indices.
     fn index(&self, rows: Vec<u32>) -> Result<RowIndex>;
 
-    /// Returns true if the steps can be captured together with a stream's operations, after a [`Border`] has
-    /// ordered the steps after the stream. In that case, all steps are enqueued on the device, a replay may
-    /// change the tokens given to [`embed`](Self::embed), and a capture rejects only steps that read or
-    /// write host memory.
+    /// Returns true if the steps can be captured in a graph together with a stream's operations, once a
+    /// [`Border`] has ordered the steps after the stream. In that case, all steps are enqueued on the device,
+    /// a replay may change the tokens given to [`embed`](Self::embed), and a capture fails only if a step
+    /// reads or writes host memory.
     fn joins_captures(&self) -> bool {
         false
     }
@@ -151,17 +150,17 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Joins `[rows, heads, dim]` to `[rows, heads · dim]`. Implementations need not move elements.
     fn join_heads(&self, x: &Activation) -> Result<Activation>;
 
-    /// Returns a range of elements of the last axis. The result may share the memory of `x`.
+    /// Returns the elements `columns` of the last axis. The result may share the memory of `x`.
     fn columns(&self, x: &Activation, columns: Range<usize>) -> Result<Activation>;
 
-    /// Returns some rows, in the order of the list. `x` must have all of them.
+    /// Returns the given rows, in the order of the list. `x` must have all of these rows.
     fn select(&self, x: &Activation, rows: &RowIndex) -> Result<Activation>;
 
     /// Returns zeros in the shape of `x`.
     fn zeros_like(&self, x: &Activation) -> Result<Activation>;
 
-    /// Adds `factors[i] · y[i]` to row `rows[i]` of `sum`, and returns the result. No row may occur twice in
-    /// `rows`.
+    /// Returns `sum` with `factors[i] · y[i]` added to row `rows[i]`, for every `i`. No row may occur twice
+    /// in `rows`.
     fn add_rows(
         &self,
         sum: &Activation,
@@ -189,7 +188,7 @@ pub struct BorderExtents {
     pub k_dim: usize,
     /// The number of elements per head in V, and in attention's output.
     pub v_dim: usize,
-    /// True if queries also have a part of `v_dim` elements for the latents.
+    /// True if queries also have a part of `v_dim` elements per head for the latents.
     pub latent: bool,
 }
 
@@ -208,9 +207,10 @@ pub enum AttentionInput {
 
 /// The border between dense steps and the operations of a stream, for one pass at a time.
 ///
-/// If the operations can access the activations' memory (steps on a device, or steps on the host with the CPU
-/// backend), activations are lent: a view *is* the activation, nothing is copied, and the border only orders
-/// the two sides. Between the host and a device, a border is a set of buffers that rows are copied to.
+/// If the operations can access the activations' memory (as with steps on the device, or steps on the host
+/// and the CPU backend), activations are lent: a view *is* the activation, nothing is copied, and the border
+/// only orders the two sides. Between the host and a device, a border is a set of buffers that rows are
+/// copied to.
 ///
 /// - A view of an input is valid until the same input is lent again or the border is dropped.
 /// - The order of calls is the order of work: operations that are launched on `stream` after
@@ -234,11 +234,11 @@ pub trait Border: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Returns rows as an f32 view that operations of `stream` may read. No operation may write to it.
+    /// Returns `rows` as an f32 view that operations of `stream` may read but must not write to.
     fn lend(&mut self, stream: &dyn Stream, input: AttentionInput, rows: &Activation) -> Result<TensorView>;
 
-    /// Returns a copy of rows as an f32 view that operations of `stream` may also write to. The activation is
-    /// unchanged.
+    /// Returns a copy of `rows` as an f32 view that operations of `stream` may read and write. The activation
+    /// stays unchanged.
     fn lend_copy(
         &mut self,
         stream: &dyn Stream,

@@ -1,11 +1,13 @@
-//! The KV side of a layer: stores its rows, attends with its queries, and can read its fresh keys and values.
+//! The KV side of a layer: stores the keys and values of its rows, attends with its queries, and reads fresh
+//! keys, values and queries for callers that inspect them.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, BatchRows, KeyForm, Rope, Scatter};
+use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, BatchRows, KeyForm, Rope, Scatter, TensorView};
 
 use super::groups::LayerPlace;
+use super::mass::Observation;
 use super::readback::read_f32;
 use super::{ComputeDevice, Model};
 use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
@@ -15,7 +17,7 @@ use crate::layers::Projected;
 /// The keys and values of a layer's rows before they are stored.
 #[derive(Debug)]
 pub struct FreshKv {
-    /// The layer, from 0.
+    /// The zero-based index of the layer.
     pub layer: usize,
     /// The number of rows in the batch.
     pub rows: usize,
@@ -38,7 +40,8 @@ pub struct FreshQueries {
 }
 
 impl FreshQueries {
-    /// Returns the queries of some rows and, with latent attention, their latent part. The rows must exist.
+    /// Returns the queries of the rows in `rows` and, with latent attention, the part for the latents. The
+    /// rows must exist.
     pub fn rows(&self, rows: Range<usize>) -> (&[f32], Option<&[f32]>) {
         let take = |all: &'_ [f32]| -> Range<usize> {
             let width = all.len() / self.rows.max(1);
@@ -73,7 +76,7 @@ pub(super) fn border(model: &Model, device: &ComputeDevice, rows: usize) -> Resu
     model.dense.border(device.backend, &extents)
 }
 
-/// Scatters keys and values to their slots. Keys are rotated only if the cache stores rotated keys.
+/// Writes keys and values to their slots. Keys are rotated only if the cache stores rotated keys.
 pub(super) fn store(
     border: &mut dyn Border,
     device: &ComputeDevice,
@@ -144,7 +147,50 @@ pub(super) fn attend(
     layer: &LayerAttention,
     projected: &Projected,
     work: &Arc<AttendWork>,
+    observed: Option<&mut Observation>,
 ) -> Result<Activation> {
+    let (mut attend, q_latent) = lend(border, device, layer, projected, work)?;
+    if let Some(observed) = &observed {
+        attend.lse = Some(observed.lse().clone());
+    }
+    let attended = device.profiler.span("attend", || launch(device, &attend, q_latent.as_ref()));
+    attended?;
+    if let Some(observed) = observed {
+        let add = || observed.add(device, layer.index, &attend, q_latent.as_ref());
+        device.profiler.span("attention of the question", add)?;
+    }
+    let out = attend.out.clone();
+    // The border copies the output if other handles to it exist.
+    drop((attend, q_latent));
+    device.profiler.span("copy to host", || border.take(device.stream, out))
+}
+
+/// Computes attention over `work` only to add the attention weights of the observed rows to their sums.
+pub(super) fn observe(
+    border: &mut dyn Border,
+    device: &ComputeDevice,
+    layer: &LayerAttention,
+    projected: &Projected,
+    work: &Arc<AttendWork>,
+    observed: &mut Observation,
+) -> Result<()> {
+    let (mut attend, q_latent) = lend(border, device, layer, projected, work)?;
+    attend.lse = Some(observed.lse().clone());
+    device.profiler.span("attention of the question", || {
+        launch(device, &attend, q_latent.as_ref())?;
+        observed.add(device, layer.index, &attend, q_latent.as_ref())
+    })
+}
+
+/// Lends the queries of a layer. Returns the attention operation over `work`, and its latent queries if the
+/// model has latent attention.
+fn lend(
+    border: &mut dyn Border,
+    device: &ComputeDevice,
+    layer: &LayerAttention,
+    projected: &Projected,
+    work: &Arc<AttendWork>,
+) -> Result<(Attend, Option<TensorView>)> {
     let (q, q_latent) = device.profiler.span("copy to device", || -> Result<_> {
         let q = border.lend(device.stream, AttentionInput::Query, &projected.q)?;
         let latent = projected.q_latent.as_ref();
@@ -156,12 +202,14 @@ pub(super) fn attend(
         keys: device.keys,
         scale: layer.scale,
         window: layer.window,
-        ..Attend::new(&device.arenas[layer.place.group], layer.place.layer, q, work, out.clone())
-            .rotating(layer.rope)
+        ..Attend::new(&device.arenas[layer.place.group], layer.place.layer, q, work, out).rotating(layer.rope)
     };
-    device.profiler.span("attend", || match q_latent {
-        Some(q_latent) => device.stream.attend_mla(&AttendMla { attend, q_latent }),
-        None => device.stream.attend(&attend),
-    })?;
-    device.profiler.span("copy to host", || border.take(device.stream, out))
+    Ok((attend, q_latent))
+}
+
+fn launch(device: &ComputeDevice, attend: &Attend, q_latent: Option<&TensorView>) -> Result<()> {
+    Ok(match q_latent.cloned() {
+        Some(q_latent) => device.stream.attend_mla(&AttendMla { attend: attend.clone(), q_latent }),
+        None => device.stream.attend(attend),
+    }?)
 }

@@ -1,107 +1,151 @@
 //! The attention mass of tokens: the total attention that each token gets from a sequence's later
 //! rows.
 //!
-//! In each included layer, the queries are multiplied with the keys at the positions they are used at, and
-//! each token's softmax weights are summed. This happens on the host, because no backend operation returns
-//! the weights of single tokens.
+//! The device adds the weights of each included layer to sums in its own memory, which are read once at the
+//! end.
 
-use kvcore::{AttendWork, LayerRopes};
+use std::sync::Arc;
 
-use super::attention::FreshQueries;
-use super::{ComputeDevice, Model};
-use crate::dense::products;
+use kvcore::{
+    Attend, AttendMass, AttendRows, AttendWork, Backend, DType, MemoryKind, MergeGroup, Segment, Stream,
+    TensorView, allocate_tensor,
+};
+
+use super::rows::visible_in;
+use super::{ComputeDevice, Model, read_f32};
 use crate::error::Result;
 
 // Decision: docs/decisions/chunks.md#the-question-chooses-by-its-own-attention
-/// The attention that one sequence in a pass pays to each token of its earlier segments, summed over
-/// rows, query heads and layers.
+/// The attention that one sequence in a pass pays to each token of its earlier segments, summed over the
+/// sequence's rows, query heads and layers.
 ///
-/// [`Pass::observe`](super::Pass::observe) receives it. A sequence that is computed in several passes uses
-/// the same mass for all of them.
+/// Pass it to [`Pass::observe`](super::Pass::observe). A sequence that is computed in several passes uses the
+/// same mass for all of them, on the same backend.
 #[derive(Debug, Default)]
 pub struct AttentionMass {
     /// The index of the sequence in the batch.
     pub sequence: usize,
     /// The first layer to include in the sums.
     pub first_layer: usize,
-    /// One sum for each token in all segments but the last, which holds the sequence's own rows. The
-    /// caller must set the length.
-    pub sums: Vec<f32>,
-    /// The number of floating-point operations for the sums. The pass does not count them.
+    /// The number of floating-point operations for the sums, which the pass's own count does not include.
     pub flops: u64,
-}
-
-/// The keys that a sequence sees in a layer.
-struct SeenKeys {
-    /// The logical index and position of each token, and the factor on its logits.
-    tokens: Vec<(usize, i64, f32)>,
-    /// The keys `[tokens, heads, dim]`, rotated to their positions.
-    k: Vec<f32>,
-    /// The latents `[tokens, 1, dim]`; empty without latent attention.
-    latents: Vec<f32>,
+    /// The number of tokens in all segments but the last, which holds the sequence's own rows.
+    tokens: usize,
+    /// The sums on the device, if a pass has observed the sequence.
+    sums: Option<TensorView>,
 }
 
 impl AttentionMass {
-    /// Adds one layer's attention weights to the sums. The layer's keys must already be stored. `work` and
-    /// `queries` are for all rows in the pass.
-    pub(super) fn add(
-        &mut self,
-        (model, device, ropes): (&Model, &ComputeDevice, &LayerRopes),
-        layer: usize,
-        work: &AttendWork,
-        queries: &FreshQueries,
-    ) -> Result<()> {
-        let (config, entry) = (model.config(), &work.batch()[self.sequence]);
-        let (q, latent) = queries.rows(entry.rows.clone());
-        let seen = SeenKeys::read((model, device, ropes), layer, work, self.sequence)?;
-        let rows = &work.rows()[entry.rows.clone()];
-        let (tokens, heads) = (seen.tokens.len(), config.heads);
-        let kv_heads = device.arenas[model.place(device, layer).group].layout().shape().k_heads;
-        let mut logits = products(q, &seen.k, (rows.len(), heads, kv_heads, tokens))?;
-        self.flops += 2 * q.len() as u64 * tokens as u64;
-        if let Some(latent) = latent {
-            let of_latents = products(latent, &seen.latents, (rows.len(), heads, 1, tokens))?;
-            logits.iter_mut().zip(of_latents).for_each(|(sum, x)| *sum += x);
-            self.flops += 2 * latent.len() as u64 * tokens as u64;
+    /// Creates the mass of a sequence with `tokens` tokens in all segments but the last, which holds the
+    /// sequence's own rows. Layers before `first_layer` are not included.
+    pub fn new(first_layer: usize, tokens: usize) -> Self {
+        Self { first_layer, tokens, ..Self::default() }
+    }
+
+    /// Waits for the passes on `stream`, and returns one sum for each token.
+    ///
+    /// # Errors
+    /// Returns the errors of the stream.
+    pub fn read(&self, stream: &dyn Stream) -> Result<Vec<f32>> {
+        self.sums.as_ref().map_or_else(|| Ok(vec![0.0; self.tokens]), |sums| read_f32(stream, sums))
+    }
+
+    /// Returns the sums on the device, which the first call allocates, or `None` if the sequence has no
+    /// tokens before its own rows.
+    fn on_device(&mut self, backend: &dyn Backend) -> Result<Option<TensorView>> {
+        if self.sums.is_none() && self.tokens > 0 {
+            self.sums = Some(allocate_tensor(backend, MemoryKind::Device, DType::F32, &[self.tokens])?);
         }
-        let window = config.layers[layer].window.map_or(i64::MAX, |window| window as i64);
-        // Rows of logits are ordered by key head, then by query row.
-        let group = heads / kv_heads;
-        for (at, logits) in logits.chunks_exact_mut(tokens.max(1)).enumerate() {
-            let row = rows[at % (rows.len() * group) / group];
-            for (x, &(token, position, factor)) in logits.iter_mut().zip(&seen.tokens) {
-                let visible = token <= row.logical && row.position.saturating_sub(position) < window;
-                *x = if visible { *x * config.softmax_scale * factor } else { f32::NEG_INFINITY };
-            }
-            let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-            let total: f32 = logits.iter().map(|x| (x - largest).exp()).sum();
-            for (sum, x) in self.sums.iter_mut().zip(logits.iter()) {
-                *sum += (x - largest).exp() / total;
-            }
-        }
-        Ok(())
+        Ok(self.sums.clone())
     }
 }
 
-impl SeenKeys {
-    /// Reads the keys of a layer, segment by segment.
-    fn read(
-        (model, device, ropes): (&Model, &ComputeDevice, &LayerRopes),
-        layer: usize,
-        work: &AttendWork,
-        sequence: usize,
+/// The sequences of a pass whose attention is summed.
+#[derive(Debug)]
+pub(super) struct Observation<'a> {
+    masses: Vec<&'a mut AttentionMass>,
+    /// The log-sum-exps of the pass's rows and query heads.
+    lse: TensorView,
+    /// For each group of layers, the attention work of only the observed rows, as a single softmax; `None`
+    /// until it is first needed.
+    alone: Vec<Option<Arc<AttendWork>>>,
+}
+
+impl<'a> Observation<'a> {
+    /// Creates an observation of the sequences in `masses`, in a pass with `rows` rows.
+    pub(super) fn new(
+        model: &Model,
+        device: &ComputeDevice,
+        masses: Vec<&'a mut AttentionMass>,
+        rows: usize,
     ) -> Result<Self> {
-        let mut seen = Self { tokens: Vec::new(), k: Vec::new(), latents: Vec::new() };
-        for segment in work.batch()[sequence].segments.iter().filter(|segment| segment.len > 0) {
-            let token =
-                |j: usize| (segment.logical_start + j, segment.position(j as i64), segment.logit_scale);
-            seen.tokens.extend((0..segment.len).map(token));
-            let (k, v) = model.keys_in_use(device, ropes, layer, segment, 0..segment.len)?;
-            seen.k.extend(k);
-            if model.config().latent.is_some() {
-                seen.latents.extend(v);
-            }
+        let shape = [rows, model.config().heads];
+        let lse = allocate_tensor(device.backend, MemoryKind::Device, DType::F32, &shape)?;
+        Ok(Self { masses, lse, alone: vec![None; device.arenas.len()] })
+    }
+
+    /// Returns true if at least one of the sums includes `layer`.
+    pub(super) fn includes(&self, layer: usize) -> bool {
+        self.masses.iter().any(|mass| layer >= mass.first_layer)
+    }
+
+    /// Returns true if every observed row attends with a single softmax, because the merge groups of its
+    /// segments have no factors. In that case, the layer's own attention yields the weights to sum.
+    pub(super) fn is_plain(&self, work: &AttendWork) -> bool {
+        let plain = |segment: &Segment| work.groups()[segment.merge_group] == MergeGroup::default();
+        self.masses.iter().all(|mass| work.batch()[mass.sequence].segments.iter().all(plain))
+    }
+
+    /// Returns the attention work of only the observed rows, for the layers of `group`, whose attention work
+    /// for all rows is `work`.
+    pub(super) fn alone(&mut self, group: usize, work: &AttendWork) -> Arc<AttendWork> {
+        let masses = &self.masses;
+        let make = || {
+            let entry = |(index, entry): (usize, &AttendRows)| {
+                let observed = masses.iter().any(|mass| mass.sequence == index);
+                if observed { entry.clone() } else { AttendRows::new(0..0, []) }
+            };
+            let batch: Vec<_> = work.batch().iter().enumerate().map(entry).collect();
+            let groups = vec![MergeGroup::default(); work.groups().len()];
+            Arc::new(AttendWork::with_groups(work.rows().to_vec(), batch, groups))
+        };
+        Arc::clone(self.alone[group].get_or_insert_with(make))
+    }
+
+    /// Returns the view that the attention must write its log-sum-exps to.
+    pub(super) fn lse(&self) -> &TensorView {
+        &self.lse
+    }
+
+    /// Adds the attention weights of `attend` in `layer` to the sums. `attend` must have been launched and
+    /// must write its log-sum-exps to [`lse`](Self::lse).
+    pub(super) fn add(
+        &mut self,
+        device: &ComputeDevice,
+        layer: usize,
+        attend: &Attend,
+        q_latent: Option<&TensorView>,
+    ) -> Result<()> {
+        for mass in self.masses.iter_mut().filter(|mass| layer >= mass.first_layer) {
+            let Some(sums) = mass.on_device(device.backend)? else { continue };
+            let op = AttendMass {
+                attend: attend.clone(),
+                q_latent: q_latent.cloned(),
+                entry: mass.sequence,
+                sums,
+            };
+            device.stream.attend_mass(&op)?;
+            let width: usize = [Some(&attend.q), q_latent].into_iter().flatten().map(|q| q.shape()[2]).sum();
+            let rows = attend.work.batch()[mass.sequence].rows.len() * attend.q.shape()[1];
+            mass.flops += 2 * (rows * width * mass.tokens) as u64;
         }
-        Ok(seen)
+        Ok(())
+    }
+
+    /// Counts the operations of an attention over `work` that is computed only for its log-sum-exps.
+    pub(super) fn count(&mut self, model: &Model, layer: usize, work: &AttendWork) {
+        for mass in self.masses.iter_mut().filter(|mass| layer >= mass.first_layer) {
+            mass.flops += model.attention_flops(visible_in(work, &work.batch()[mass.sequence]));
+        }
     }
 }

@@ -6,7 +6,7 @@ use kvcore::{BatchRows, LayerRopes, Selection, SequenceInput, StepBatch};
 
 use super::attention::{self, FreshKv, FreshQueries, LayerAttention};
 use super::groups::LayerPlace;
-use super::mass::AttentionMass;
+use super::mass::{AttentionMass, Observation};
 use super::rows::{Wanted, check_vocabulary, selecting, visible};
 use super::{ComputeDevice, LogitRows, Model, Observer};
 use crate::dense::{Activation, Border};
@@ -18,12 +18,12 @@ use crate::layers::Projected;
 pub struct Forward {
     /// The requested logits of all sequences, in batch order. `None` if no sequence requested any.
     pub logits: Option<LogitRows>,
-    /// The number of floating-point operations: two per multiplication in matrix products and attention.
-    /// Norms, rotations and other small work are not counted.
+    /// The number of floating-point operations: two for each multiplication in matrix products and attention.
+    /// Norms, rotations and other small operations are not counted.
     pub flops: u64,
 }
 
-/// The rows of a pass that stopped in the middle. Some of these rows may continue later.
+/// The rows of a pass that stopped before its last layer. Some of these rows may continue later.
 #[derive(Debug)]
 pub struct KeptRows {
     /// The residual stream, `[rows, hidden_size]`.
@@ -34,7 +34,7 @@ pub struct KeptRows {
     projected: Option<Projected>,
 }
 
-/// The rows of a batch that continue in the middle of a pass.
+/// The rows of a batch that continue after a pass has stopped before its last layer.
 #[derive(Debug)]
 pub struct Narrowed {
     /// The indices of the rows in the batch, ascending within each sequence.
@@ -44,8 +44,8 @@ pub struct Narrowed {
     pub batch: Vec<SequenceInput>,
 }
 
-/// The memory of a pass: its rows, and its border between the dense steps and the device. Passes of one
-/// model on one device can take turns using it, so that decode steps do not allocate rows.
+/// The memory of a pass: its rows, and the border between the dense steps and the device. Passes of one model
+/// on one device may reuse it, one at a time, so that decode steps do not allocate rows.
 #[derive(Debug, Default)]
 pub struct PassMemory {
     pub(super) rows: BatchRows,
@@ -81,7 +81,7 @@ pub struct Pass<'a> {
     /// The queries in the next layer, if [`queries`](Self::queries) has read them.
     queries: Option<FreshQueries>,
     /// The sequences whose attention is summed.
-    observed: Vec<&'a mut AttentionMass>,
+    observed: Option<Observation<'a>>,
     /// Each sequence's selection in the next layer, if [`select`](Self::select) has set them.
     selections: Option<Vec<Option<Selection>>>,
     flops: u64,
@@ -133,8 +133,8 @@ impl Model {
         Pass::new(self, device, ropes, rows, border, x)
     }
 
-    /// Continues with some rows of a pass that stopped in the middle. From here, their sequences may have
-    /// other slots and segments.
+    /// Continues a stopped pass with some of its rows. From now on, their sequences may have other slots and
+    /// segments.
     ///
     /// # Errors
     /// - Returns [`kvcore::Error::OutOfRange`] if the pass does not have one of the rows.
@@ -195,7 +195,7 @@ impl PassMemory {
 }
 
 impl<'a> Pass<'a> {
-    /// Starts a pass over the rows.
+    /// Creates a pass over the rows, starting at the first layer.
     pub(super) fn new(
         model: &'a Model,
         device: &'a ComputeDevice<'a>,
@@ -220,7 +220,7 @@ impl<'a> Pass<'a> {
             layer: 0,
             projected: None,
             queries: None,
-            observed: Vec::new(),
+            observed: None,
             selections: None,
             flops: 0,
         })
@@ -255,7 +255,7 @@ impl<'a> Pass<'a> {
         Ok(fresh)
     }
 
-    /// Returns the queries that attend in the next layer.
+    /// Returns the queries of all rows in the next layer.
     ///
     /// # Errors
     /// Returns the errors of the backend.
@@ -272,7 +272,7 @@ impl<'a> Pass<'a> {
         Ok(self.queries.insert(queries))
     }
 
-    /// Starting with the next layer, sums the attention that some of the batch's sequences pay to earlier
+    /// Starting with the next layer, adds up the attention that the sequences in `masses` pay to earlier
     /// tokens.
     ///
     /// # Errors
@@ -283,18 +283,21 @@ impl<'a> Pass<'a> {
             let (what, value, limit) = ("sequence to observe", mass.sequence as i128, limit as i128);
             return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
         }
-        self.observed = masses;
+        let rows = self.rows.len();
+        self.observed = (!masses.is_empty())
+            .then(|| Observation::new(self.model, self.device, masses, rows))
+            .transpose()?;
         Ok(())
     }
 
     /// Limits the tokens that rows attend to in the next layer: one selection per sequence, in batch order,
-    /// or `None` for all tokens. A sequence with a selection must want the logits of all its rows, because
+    /// or `None` for all tokens. A sequence with a selection must request logits for all its rows, because
     /// rows without logits do not attend in the last layer.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Mismatch`] unless there is one entry per sequence. Running the layer returns
-    /// [`kvcore::Error::InvalidSelection`] if a selection is not in order or does not match its sequence's
-    /// rows.
+    /// Returns [`kvcore::Error::Mismatch`] unless there is one entry per sequence. If a selection is not in
+    /// order or does not match its sequence's rows, running the layer returns
+    /// [`kvcore::Error::InvalidSelection`].
     pub fn select(&mut self, selections: Vec<Option<Selection>>) -> Result<()> {
         let (expected, got) = (self.rows.work().batch().len(), selections.len());
         if expected != got {
@@ -304,8 +307,8 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Stops the pass before the next layer. Returns its rows, which can continue later, and the
-    /// number of operations so far.
+    /// Stops the pass before the next layer. Returns its rows, some of which can [continue](Model::resume)
+    /// later, and the number of floating-point operations so far.
     pub fn keep(self) -> (KeptRows, u64) {
         self.rows.release();
         (KeptRows { x: self.x, layer: self.layer, projected: self.projected }, self.flops)
@@ -352,38 +355,54 @@ impl<'a> Pass<'a> {
     /// Runs the next layer.
     fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let (layers, dense) = (self.model.layers.len(), self.model.dense.as_ref());
-        let observed = self.observed.iter().any(|mass| self.layer >= mass.first_layer);
+        let observed = self.observed.as_ref().is_some_and(|observed| observed.includes(self.layer));
         if observed {
-            self.queries()?;
+            // All rows need their queries, even in the last layer.
+            self.projected = Some(self.projected_rows()?);
         }
         // In the last layer, only rows whose logits are wanted continue. All other rows only store their
         // KV.
         let wanted =
             if self.layer + 1 == layers { Wanted::of(self.rows, self.place().group, dense)? } else { None };
-        let projected = match (self.projected.take(), &wanted) {
-            (None, wanted) => self.project(wanted.as_ref())?,
-            (Some(projected), None) => projected,
-            (Some(projected), Some(wanted)) => projected.asking(dense, &wanted.index)?,
+        let (all_rows, mut projected) = match self.projected.take() {
+            Some(projected) => (true, projected),
+            None => (false, self.project(wanted.as_ref())?),
         };
         let layer = self.attention();
         attention::store(self.border, self.device, &layer, self.rows, &projected)?;
+        let joined = observed && wanted.is_none() && self.attends_as_observed();
+        if observed && !joined {
+            self.observe_alone(&projected)?;
+        }
         if let Some(wanted) = &wanted {
             self.x = dense.select(&self.x, &wanted.index)?;
+            if all_rows {
+                projected = projected.asking(dense, &wanted.index)?;
+            }
         }
-        self.attend_and_finish(&projected, wanted.as_ref())?;
-        if let Some(queries) = self.queries.take().filter(|_| observed) {
-            self.device.profiler.span("attention of the question", || self.sum_attention(&queries))?;
-        }
+        self.attend_and_finish(&projected, wanted.as_ref(), joined)?;
+        self.queries = None;
         self.layer += 1;
         if observer.layer(self.layer, layers).is_break() { Err(Error::Cancelled) } else { Ok(()) }
     }
 
-    /// Adds this layer's weights to the observed sequences' sums. The layer's keys must be stored.
-    fn sum_attention(&mut self, queries: &FreshQueries) -> Result<()> {
-        let work = self.rows.work_in(self.model.place(self.device, self.layer).group);
-        let (of, layer) = ((self.model, self.device, self.ropes), self.layer);
-        let mut counted = self.observed.iter_mut().filter(|mass| layer >= mass.first_layer);
-        counted.try_for_each(|mass| mass.add(of, layer, work, queries))
+    /// Returns true if the next layer's ordinary attention yields the attention weights that the observed
+    /// sequences sum, so that they need no attention of their own.
+    fn attends_as_observed(&self) -> bool {
+        let work = self.rows.work_in(self.place().group);
+        self.selections.is_none() && self.observed.as_ref().is_some_and(|observed| observed.is_plain(work))
+    }
+
+    /// Adds the next layer's attention weights to the observed sequences' sums, by computing attention for
+    /// only these sequences' rows. The layer's keys must have been stored, and `projected` must contain the
+    /// queries of all rows.
+    fn observe_alone(&mut self, projected: &Projected) -> Result<()> {
+        let layer = self.attention();
+        let Some(observed) = &mut self.observed else { return Ok(()) };
+        let group = layer.place.group;
+        let work = observed.alone(group, self.rows.work_in(group));
+        observed.count(self.model, layer.index, &work);
+        attention::observe(self.border, self.device, &layer, projected, &work, observed)
     }
 
     /// Returns the keys, values and queries of all rows in the next layer.
@@ -394,7 +413,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns the keys and values of all rows, and the queries of the rows that continue.
+    /// Returns the keys and values of all rows, and the queries of the `wanted` rows, or of all rows if it is
+    /// `None`.
     fn project(&mut self, wanted: Option<&Wanted>) -> Result<Projected> {
         let rows = self.rows.len();
         let asking = wanted.map_or(rows, |wanted| wanted.work.rows().len());
@@ -404,7 +424,14 @@ impl<'a> Pass<'a> {
         self.device.profiler.span("projections", || layer.project(dense, &self.x, index))
     }
 
-    fn attend_and_finish(&mut self, projected: &Projected, wanted: Option<&Wanted>) -> Result<()> {
+    /// Runs the next layer's attention and everything after it. If `joined` is true, also adds the attention
+    /// weights to the observed sequences' sums.
+    fn attend_and_finish(
+        &mut self,
+        projected: &Projected,
+        wanted: Option<&Wanted>,
+        joined: bool,
+    ) -> Result<()> {
         let mut work = wanted.map_or(self.rows.work_in(self.place().group), |wanted| &wanted.work);
         let selected = self.selections.take().map(|selections| Arc::new(selecting(work, selections)));
         if let Some(selected) = &selected {
@@ -415,7 +442,8 @@ impl<'a> Pass<'a> {
             return Ok(self.device.stream.synchronize()?);
         }
         let layer = self.attention();
-        let attention = attention::attend(self.border, self.device, &layer, projected, work)?;
+        let observed = self.observed.as_mut().filter(|_| joined);
+        let attention = attention::attend(self.border, self.device, &layer, projected, work, observed)?;
         self.flops += self.model.attention_flops(visible(work));
         self.flops += self.model.finish_flops(self.layer, rows);
         let (layer, dense) = (&self.model.layers[self.layer], self.model.dense.as_ref());
@@ -432,7 +460,7 @@ impl<'a> Pass<'a> {
         LayerAttention { index, place, rope, window, scale: config.softmax_scale }
     }
 
-    /// Returns the place of the next layer's keys and values.
+    /// Returns the place of the next layer's keys and values on the device.
     fn place(&self) -> LayerPlace {
         self.model.place(self.device, self.layer)
     }

@@ -1,4 +1,4 @@
-//! The rows of a pass: the checks and selections that only a model needs.
+//! The rows of a pass: checks and selections that are specific to models.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use kvcore::{AttendRows, AttendWork, BatchRows, QueryRow, Segment, Selection, Se
 use crate::dense::{Dense, RowIndex};
 use crate::error::{Error, Result};
 
-/// The rows that attend in the last layer, if not all rows do.
+/// The rows that attend in the last layer, if only some rows do.
 #[derive(Debug)]
 pub(super) struct Wanted {
     pub(super) index: RowIndex,
@@ -15,8 +15,8 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if all
-    /// rows' logits are wanted.
+    /// Returns the rows whose logits are requested, with their attention work in a group of layers. Returns
+    /// `None` if the logits of all rows are requested.
     pub(super) fn of(rows: &BatchRows, group: usize, dense: &dyn Dense) -> Result<Option<Self>> {
         let wanted = rows.wanted(group).map(|(index, work)| Ok(Self { index: dense.index(index)?, work }));
         wanted.transpose()
@@ -42,12 +42,14 @@ pub(super) fn selecting(work: &AttendWork, selections: Vec<Option<Selection>>) -
 /// Counts the tokens that each row sees, summed over all rows. The sum determines the cost of
 /// attention. Windows are ignored.
 pub(super) fn visible(work: &AttendWork) -> u64 {
+    work.batch().iter().map(|entry| visible_in(work, entry)).sum()
+}
+
+/// Counts the tokens that each row of an entry sees, summed over these rows.
+pub(super) fn visible_in(work: &AttendWork, entry: &AttendRows) -> u64 {
     let seen = |row: &QueryRow, segment: &Segment| {
         (row.logical + 1).saturating_sub(segment.logical_start).min(segment.len) as u64
     };
-    let of = |entry: &AttendRows| -> u64 {
-        let rows = &work.rows()[entry.rows.clone()];
-        rows.iter().map(|row| entry.segments.iter().map(|segment| seen(row, segment)).sum::<u64>()).sum()
-    };
-    work.batch().iter().map(of).sum()
+    let rows = &work.rows()[entry.rows.clone()];
+    rows.iter().map(|row| entry.segments.iter().map(|segment| seen(row, segment)).sum::<u64>()).sum()
 }

@@ -10,12 +10,12 @@ use crate::operators::Tensor;
 use crate::queue::Work;
 
 /// The maximum number of scores per tile of rows.
-const SCORES: usize = 8 << 20;
+pub(super) const SCORES: usize = 8 << 20;
 
 /// A run's keys and values, `[heads, tokens, dim]` in f32.
-struct RunKv {
+pub(super) struct RunKv {
     k: Tensor,
-    v: Tensor,
+    v: Option<Tensor>,
 }
 
 /// An attention operation with its plan.
@@ -41,14 +41,7 @@ impl Entries<'_> {
     fn entry(&self, work: &mut StepWork<'_, '_>, number: usize, entry: &PlannedEntry) -> Result<()> {
         let mut kv = Vec::with_capacity(entry.runs.len());
         for (at, run) in entry.runs.iter().enumerate() {
-            let read = |work: &mut Work<'_>, which: usize| -> Result<Tensor> {
-                let plane = &self.operands.planes[which];
-                let found = plane.read_by_head(work, &run.places[which], (1, run.tokens))?;
-                Ok(found.reshaped(&[found.dim(1), found.dim(2), found.dim(3)]))
-            };
-            let k = read(work, 0)?;
-            self.rotate(work, (number, at), run, &k)?;
-            kv.push(RunKv { k, v: read(work, 1)? });
+            kv.push(self.read(work, (number, at), run, true)?);
         }
         let longest = entry.runs.iter().map(|run| run.tokens).max().unwrap_or(0);
         let most = (SCORES / (self.operands.heads * longest).max(1)).max(1);
@@ -90,19 +83,15 @@ impl Entries<'_> {
         (first, count): (usize, usize),
     ) -> Result<Partial> {
         let operands = self.operands;
-        let rows = |x: &Tensor| x.sliced(0, entry.rows.start + first, count).permuted(&[1, 0, 2]);
-        let latent = operands.latent.as_ref().map(|x| work.in_f32(&rows(x))).transpose()?;
         let (floor, tiny) = (work.number(FLOOR)?, work.number(TINY)?);
         let scales = operands.op.work.groups();
         let mut groups: Vec<Option<Partial>> = scales.iter().map(|_| None).collect();
-        let q = work.in_f32(&rows(&operands.q))?;
-        if let Some(angles) = self.angles {
-            angles.queries[number].rows(first, count).rotate(work, &q, &[1, count])?;
-        }
+        let (q, latent) = self.queries(work, (number, entry), (first, count))?;
         for (run, kv) in entry.runs.iter().zip(kv) {
             let scores = self.scores(work, &q, latent.as_ref(), kv, run)?;
             let mask = run.mask.as_ref().map(|mask| mask.sliced(1, first, count));
-            groups[run.group] = Some(Partial::of(work, &scores, mask.as_ref(), &kv.v, &floor)?);
+            let Some(v) = &kv.v else { continue };
+            groups[run.group] = Some(Partial::of(work, &scores, mask.as_ref(), v, &floor)?);
         }
         let several = groups.iter().flatten().count() > 1;
         let mut merged: Option<Partial> = None;
@@ -122,8 +111,44 @@ impl Entries<'_> {
         }
     }
 
+    /// Returns the queries of `count` rows of an entry, starting at row `first`, as `[heads, rows, dim]` in f32,
+    /// rotated to their positions, and the latent queries.
+    pub(super) fn queries(
+        &self,
+        work: &mut StepWork<'_, '_>,
+        (number, entry): (usize, &PlannedEntry),
+        (first, count): (usize, usize),
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let operands = self.operands;
+        let rows = |x: &Tensor| x.sliced(0, entry.rows.start + first, count).permuted(&[1, 0, 2]);
+        let latent = operands.latent.as_ref().map(|x| work.in_f32(&rows(x))).transpose()?;
+        let q = work.in_f32(&rows(&operands.q))?;
+        if let Some(angles) = self.angles {
+            angles.queries[number].rows(first, count).rotate(work, &q, &[1, count])?;
+        }
+        Ok((q, latent))
+    }
+
+    /// Reads the keys of run `at` of entry `number`, and the run's values if `values` is true.
+    pub(super) fn read(
+        &self,
+        work: &mut Work<'_>,
+        (number, at): (usize, usize),
+        run: &GroupTokens,
+        values: bool,
+    ) -> Result<RunKv> {
+        let read = |work: &mut Work<'_>, which: usize| -> Result<Tensor> {
+            let plane = &self.operands.planes[which];
+            let found = plane.read_by_head(work, &run.places[which], (1, run.tokens))?;
+            Ok(found.reshaped(&[found.dim(1), found.dim(2), found.dim(3)]))
+        };
+        let k = read(work, 0)?;
+        self.rotate(work, (number, at), run, &k)?;
+        Ok(RunKv { k, v: values.then(|| read(work, 1)).transpose()? })
+    }
+
     /// Returns a run's logits, `[heads, rows, tokens]`, before masking.
-    fn scores(
+    pub(super) fn scores(
         &self,
         work: &mut Work<'_>,
         q: &Tensor,
@@ -132,8 +157,8 @@ impl Entries<'_> {
         run: &GroupTokens,
     ) -> Result<Tensor> {
         let scores = products(work, q, &kv.k)?;
-        if let Some(latent) = latent {
-            let of_latents = products(work, latent, &kv.v)?;
+        if let (Some(latent), Some(v)) = (latent, &kv.v) {
+            let of_latents = products(work, latent, v)?;
             work.add(&scores, &of_latents, &scores)?;
         }
         if let Some(factors) = &run.factors {

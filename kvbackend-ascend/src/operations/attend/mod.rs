@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   for each entry:   keys and values of its tokens, gathered once            IndexSelect, Cast
-//!                     keys rotated to the places where they are used          IndexSelect, Mul, Add, Sub
+//!                     keys rotated to the positions at which they are used    IndexSelect, Mul, Add, Sub
 //!   for each tile of rows: queries rotated to their positions                 Mul, Add, Sub
 //!   and each merge group:
 //!     scores, factors, mask                                                   BatchMatMul, Mul, Add
@@ -19,11 +19,14 @@ use super::plans::StepWork;
 mod entries;
 mod fused;
 pub(super) mod lists;
+mod mass;
 mod operands;
 mod plan;
 mod room;
 mod side_by_side;
 mod softmax;
+
+pub(super) use mass::attend_mass;
 
 use entries::Entries;
 use operands::AttentionOperands;

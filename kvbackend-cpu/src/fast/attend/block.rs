@@ -15,9 +15,9 @@ use super::tile::{TILE, TokenTile};
 use crate::simd::{Simd, SimdTask};
 
 /// Distance in elements between the logits of consecutive queries: one tile plus one vector.
-const STRIDE: usize = TILE + 16;
+pub(super) const STRIDE: usize = TILE + 16;
 /// Maximum number of queries per block.
-const QUERIES: usize = 6;
+pub(super) const QUERIES: usize = 6;
 
 /// Computes the attention of one head unit's queries over one tile of tokens.
 ///
@@ -36,7 +36,7 @@ pub(super) struct TileAttention<'a> {
     /// Number of elements per key, and per value.
     pub(super) dims: (usize, usize),
     pub(super) q: *const f32,
-    /// Queries that latent attention multiplies by the values.
+    /// In latent attention, the queries that are multiplied by the values.
     pub(super) latents: Option<*const f32>,
     /// The states of the segment's merge group.
     pub(super) states: *mut f32,
@@ -122,14 +122,11 @@ impl TileAttention<'_> {
 
     /// Returns the tokens that query `m` attends to, as indices into the tile.
     pub(super) fn seen(&self, m: usize) -> Range<usize> {
-        let (tile, n) = (self.tile, self.tile.len());
+        let tile = self.tile;
         if self.entry.selection.is_some() {
-            return 0..n;
+            return 0..tile.len();
         }
-        let row = self.op.work.rows()[self.rows.start + m / self.heads];
-        let seen = self.op.visible(tile.segment, row);
-        let at = |token: usize| token.saturating_sub(tile.tokens.start).min(n);
-        at(seen.start)..at(seen.end).max(at(seen.start))
+        tile.visible(self.rows.start + m / self.heads)
     }
 
     /// Returns the state of query `m`.
@@ -202,29 +199,7 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
             let q = attention.q.add(self.first * k_dim);
             let latents = attention.latents.map(|all| all.add(self.first * v_dim));
             if PACKED {
-                row.write_bytes(0, Q * STRIDE);
-                let (keys, latent_keys) = attention.columns.split_at(k_dim);
-                let columns = |at| RowPointers { at, ..RowPointers::default() };
-                accumulate::<S, f32, Q, N>(
-                    q,
-                    k_dim,
-                    columns(keys),
-                    TILE,
-                    (row, STRIDE),
-                    [1.0; Q],
-                    Prefetch::default(),
-                );
-                if let Some(q) = latents {
-                    accumulate::<S, f32, Q, N>(
-                        q,
-                        v_dim,
-                        columns(latent_keys),
-                        TILE,
-                        (row, STRIDE),
-                        [1.0; Q],
-                        Prefetch::default(),
-                    );
-                }
+                packed_products::<S, Q, N>((q, latents), attention.dims, attention.columns, row);
             } else {
                 let (keys, to) = (attention.keys.part(all.clone()), (row.add(all.start), STRIDE));
                 dots::<S, E, Q>(q, k_dim, keys, to, false, ahead[0]);
@@ -280,6 +255,36 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
                     shrink = 1.0;
                 }
             }
+        }
+    }
+}
+
+/// Computes the products of `Q` queries with a packed tile. The products of consecutive queries begin
+/// [`STRIDE`] elements apart.
+///
+/// # Safety
+/// `q` must have `Q` queries of `dims.0` f32 elements, and `latents`, if given, `Q` queries of `dims.1`.
+/// `columns` must list `dims.0` columns of [`TILE`] f32 elements, and `dims.1` more if there are latents.
+/// `to` must be valid for writes of `Q * STRIDE` elements. The caller must be compiled for the instruction
+/// set of `S`.
+#[inline(always)]
+pub(super) unsafe fn packed_products<S: Simd, const Q: usize, const N: usize>(
+    (q, latents): (*const f32, Option<*const f32>),
+    dims: (usize, usize),
+    columns: &[*const u8],
+    to: *mut f32,
+) {
+    let (keys, latent_keys) = columns.split_at(dims.0);
+    let columns = |at| RowPointers { at, ..RowPointers::default() };
+    // SAFETY: by contract, `q` and `latents` have `Q` queries as wide as there are columns, each column has
+    // `TILE` elements, and `to` has room for them at each of `Q` strides.
+    unsafe {
+        to.write_bytes(0, Q * STRIDE);
+        let (of, ahead) = (columns(keys), Prefetch::default());
+        accumulate::<S, f32, Q, N>(q, dims.0, of, TILE, (to, STRIDE), [1.0; Q], ahead);
+        if let Some(q) = latents {
+            let of = columns(latent_keys);
+            accumulate::<S, f32, Q, N>(q, dims.1, of, TILE, (to, STRIDE), [1.0; Q], ahead);
         }
     }
 }

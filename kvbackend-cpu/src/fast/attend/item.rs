@@ -26,12 +26,13 @@ use crate::simd::{Simd, SimdTask, widen};
 /// # Safety
 /// `to` must be valid for writes of the item's queries, each as wide as `queries`, and must be outside the
 /// queries' storage.
-struct WidenQueries<'a> {
-    inputs: &'a CallInputs<'a>,
-    item: &'a WorkItem,
-    queries: &'a QueryRows<'a>,
-    to: *mut f32,
-    moved: Option<i64>,
+pub(super) struct WidenQueries<'a> {
+    pub(super) inputs: &'a CallInputs<'a>,
+    pub(super) units: Range<usize>,
+    pub(super) rows: Range<usize>,
+    pub(super) queries: &'a QueryRows<'a>,
+    pub(super) to: *mut f32,
+    pub(super) moved: Option<i64>,
 }
 
 impl SimdTask for WidenQueries<'_> {
@@ -42,8 +43,8 @@ impl SimdTask for WidenQueries<'_> {
         let (inputs, view) = (self.inputs, self.queries.view);
         let (dim, strides, size) = (self.queries.dim(), view.strides(), view.dtype().bits() / 8);
         let mut to = self.to;
-        for unit in self.item.units.clone() {
-            for row in self.item.rows.clone() {
+        for unit in self.units {
+            for row in self.rows.clone() {
                 for head in inputs.units.heads_of(unit) {
                     let at = (row * strides[0] + head * strides[1]) * size;
                     // SAFETY: `at` checked that the row is in bounds, views are aligned, and `to` has room
@@ -187,7 +188,8 @@ impl SimdTask for ComputeItem<'_> {
         unsafe {
             layout.reset(buffers.states, op.work.groups().len());
             if let (Some(queries), Some(to)) = (&inputs.latent, buffers.latents) {
-                S::call(WidenQueries { inputs, item, queries, to, moved: None });
+                let (units, rows) = (item.units.clone(), item.rows.clone());
+                S::call(WidenQueries { inputs, units, rows, queries, to, moved: None });
                 buffers.put_queries(1, item.units.len(), to, v_dim);
             }
             let mut rotated_by = None;
@@ -197,7 +199,8 @@ impl SimdTask for ComputeItem<'_> {
                 if rotated_by != Some(moved) {
                     S::call(WidenQueries {
                         inputs,
-                        item,
+                        units: item.units.clone(),
+                        rows: item.rows.clone(),
                         queries: &inputs.q,
                         to: buffers.q,
                         moved: Some(moved),
@@ -400,7 +403,7 @@ impl ItemContext<'_> {
 }
 
 /// Grows a buffer to at least `n` elements, and returns a pointer to its start.
-fn grown(buffer: &mut Vec<f32>, n: usize) -> *mut f32 {
+pub(super) fn grown(buffer: &mut Vec<f32>, n: usize) -> *mut f32 {
     if buffer.len() < n {
         buffer.resize(n, 0.0);
     }

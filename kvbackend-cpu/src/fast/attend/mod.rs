@@ -1,31 +1,31 @@
 //! Attention. Decode is as fast as reading the cache, and prefill is as fast as its matrix products.
 //!
 //! ```text
-//!   mod       a call: the bytes of its layer are locked, threads take items, states of split rows are merged
+//!   mod       a call: locks the bytes of its layer, lets threads take items, merges the states of split rows
 //!    │
-//!    ├─► plan    the call as items: some rows, some heads, some tokens
+//!    ├─► plan    the division of a call into items: some rows, some heads, some tokens
 //!    ▼
-//!   item      one item: its tokens, a tile of 64 at a time
+//!   item      one item: processes its tokens in tiles of 64
 //!    │
-//!    ├─► matrix  queries against a tile by AMX, where the processor has it; falls back on block and products
+//!    ├─► matrix  attention over a tile with AMX, if available; falls back to block and products
 //!    ▼
-//!   block     queries against a tile, in registers: logits, weights, weighted values
+//!   block     attention over a tile, in registers: logits, weights, weighted values
 //!    ▼
 //!   scales    the scales of a tile of codes, as f32
 //!    ▼
-//!   tile      tokens of a segment: rows where they lie, or widened or transposed once for many queries
+//!   tile      tokens of a segment: rows in place, or widened or transposed once for many queries
 //!    ▼
 //!   inputs    the operation, its queries, and both planes
 //!    ▼
 //!   source    K or V as rows, in place or decoded
 //! ────────────────────────────────────────────────────────────────────────────────────────────────────────
-//!   products  queries · keys, and weights · values        finish    states of a query merged; output
+//!   products  queries · keys, and weights · values        finish    merges a query's states, writes output
 //!   elements  floats and codes as vectors, without scales
-//!   pointers  addresses of rows    softmax  logits to weights, the states    heads  heads that share K and V
+//!   pointers  addresses of rows    softmax  states, logits to weights    heads  heads that share K and V
 //! ```
 //!
-//! A file imports only from files below it. The files below the line import at most from `pointers`,
-//! `softmax` and `elements`, and any file above the line may use them.
+//! A file imports only from files below it. The files below the line import from no other files than
+//! `pointers`, `softmax` and `elements`, and any file above the line may use them.
 //!
 //! Between tiles, a query's softmax is stored as a *partial softmax state*: the running maximum, the sum of
 //! weights, and the weighted sum of values.
@@ -36,6 +36,7 @@ mod finish;
 mod heads;
 mod inputs;
 mod item;
+mod mass;
 #[cfg(target_arch = "x86_64")]
 mod matrix;
 #[cfg(not(target_arch = "x86_64"))]
@@ -154,8 +155,8 @@ impl Fast {
                 outputs,
                 shared,
             };
-            // This closure is outside of the task, because a closure inside the task would be compiled
-            // without its instruction set.
+            // The closure is outside of the task, because a closure inside a task is compiled without the
+            // task's instruction set.
             SCRATCH.with_borrow_mut(|scratch| {
                 // SAFETY: `plan` was made for this operation, and each of its items is computed only once, so
                 // no other thread writes the rows and heads of `item`, or its states in `shared`.

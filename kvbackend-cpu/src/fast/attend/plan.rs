@@ -11,7 +11,7 @@ use crate::fast::share;
 /// Minimum number of queries (rows times heads) for which a tile is packed once for all queries.
 pub(super) const MANY_QUERIES: usize = 16;
 /// Maximum number of queries (rows times heads) per item.
-const MOST_QUERIES: usize = 256;
+pub(super) const MOST_QUERIES: usize = 256;
 /// Minimum number of tokens per item if a row's tokens are split.
 const FEWEST_TOKENS: usize = 256;
 
@@ -24,7 +24,7 @@ pub(super) struct WorkItem {
     pub(super) units: Range<usize>,
     /// The item's part of the tokens that any of its rows attends to. Tokens are counted over all segments.
     tokens: Range<usize>,
-    /// The runs of these tokens, in order, as a range of [`ItemPlan::runs`].
+    /// The runs that these tokens form, as a range of [`ItemPlan::runs`].
     pub(super) runs: Range<usize>,
     /// Index of the first element of the item's states in the shared buffer, if the tokens of its rows are
     /// split between items.
@@ -97,14 +97,15 @@ pub(super) struct TokenRun {
 #[derive(Debug, Default)]
 pub(super) struct ItemPlan {
     pub(super) items: Vec<WorkItem>,
-    /// The runs of all items' tokens; see [`WorkItem::runs`].
+    /// The token runs of all items. See [`WorkItem::runs`].
     pub(super) runs: Vec<TokenRun>,
     pub(super) split: Vec<SplitItems>,
     /// Scratch list of the items to split.
     whole: Vec<WorkItem>,
     /// Number of elements in the shared buffer.
     pub(super) shared: usize,
-    /// Estimated cost of the call: its query-key and weight-value products, counted in bytes of the cache.
+    /// Estimated cost of the call, in bytes: the size of the keys and values, counted once for every four
+    /// queries that use them.
     pub(super) cost: usize,
 }
 

@@ -18,7 +18,7 @@ impl StateLayout {
         self.v_dim + 2
     }
 
-    /// Resets the states of `groups` merge groups to empty.
+    /// Resets the states of `groups` merge groups to the empty state.
     ///
     /// # Safety
     /// `states` must be valid for writes of `groups * self.count` states of initialised elements, which
@@ -97,7 +97,7 @@ impl SimdTask for OnlineSoftmax {
 /// # Safety
 /// `row` must have `n` initialised elements, and the caller must be compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn scaled<S: Simd>(row: *mut f32, n: usize, scaling: LogitScaling) -> f32 {
+pub(super) unsafe fn scaled<S: Simd>(row: *mut f32, n: usize, scaling: LogitScaling) -> f32 {
     // SAFETY: `t + LANES <= n` where a vector is accessed and `t < n` where one element is; `row` has `n`
     // elements by contract.
     unsafe {

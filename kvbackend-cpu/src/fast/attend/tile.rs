@@ -22,10 +22,10 @@ pub(super) struct TokenTile<'a> {
     op: &'a Attend,
     pub(super) segment: &'a Segment,
     pub(super) tokens: Range<usize>,
-    /// The addresses of head 0's keys, by token.
+    /// The address of head 0's key for each token.
     pub(super) keys: [*const u8; TILE],
     pub(super) values: [*const u8; TILE],
-    /// The addresses of head 0's scales, by token, for keys and for values, if there are scales.
+    /// For keys and for values, the address of head 0's scales for each token. Null if there are no scales.
     pub(super) scales: [[*const u8; TILE]; 2],
 }
 
@@ -53,6 +53,13 @@ impl<'a> TokenTile<'a> {
         self.tokens.len()
     }
 
+    /// Returns the tokens that a query row attends to if there is no selection, as indices into the tile.
+    pub(super) fn visible(&self, row: usize) -> Range<usize> {
+        let seen = self.op.visible(self.segment, self.op.work.rows()[row]);
+        let at = |token: usize| token.saturating_sub(self.tokens.start).min(self.len());
+        at(seen.start)..at(seen.end).max(at(seen.start))
+    }
+
     /// Returns head 0's row for token `t` of the tile.
     fn row(&self, t: usize) -> RowAt {
         let block_size = self.op.arena.layout().shape().block_size;
@@ -74,7 +81,7 @@ pub(super) enum TileForm {
     Matrix,
 }
 
-/// Buffers for the rows of one tile and one head unit.
+/// Buffers for the rows that one head unit reads from one tile.
 pub(super) struct TileBuffers<'a> {
     pub(super) keys: *mut f32,
     pub(super) values: *mut f32,
@@ -234,14 +241,37 @@ impl CallInputs<'_> {
         (k_head, v_head): (usize, usize),
         buffers: &TileBuffers<'_>,
     ) {
+        // SAFETY: the caller guarantees the conditions of both functions. Columns of values need the values
+        // as rows, which `pack_columns` then writes itself.
+        unsafe {
+            if self.latent.is_none() {
+                self.widen_values::<S>(tile, v_head, buffers);
+            }
+            self.pack_columns::<S>(tile, (k_head, v_head), buffers);
+        }
+    }
+
+    /// Writes a tile's keys as columns. In latent attention, also writes its values, first as f32 rows and
+    /// then as columns after the keys.
+    ///
+    /// # Safety
+    /// The conditions of [`pack`](Self::pack) must hold, but `buffers.values` is only needed in latent
+    /// attention.
+    #[inline(always)]
+    pub(super) unsafe fn pack_columns<S: Simd>(
+        &self,
+        tile: &TokenTile<'_>,
+        (k_head, v_head): (usize, usize),
+        buffers: &TileBuffers<'_>,
+    ) {
         let (n, dim) = (tile.len(), self.keys.dim);
         let to = buffers.columns[0].cast_mut().cast::<f32>();
         // SAFETY: by contract `to` begins `keys.dim` adjacent columns of `TILE` elements, followed by
         // `values.dim` more with latents. The rows have been written by `widen_values` and `widen_keys`, or
         // are inside the cache, as `SourcePlane::rows` checked.
         unsafe {
-            self.widen_values::<S>(tile, v_head, buffers);
             if self.latent.is_some() {
+                self.widen_values::<S>(tile, v_head, buffers);
                 let rows = adjacent_rows(buffers.values, self.values.dim);
                 let rows = RowPointers { at: &rows[..n], ..RowPointers::default() };
                 S::call(TransposeRows { rows, dtype: None, dim: self.values.dim, to: to.add(dim * TILE) });

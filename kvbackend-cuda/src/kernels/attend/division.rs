@@ -17,7 +17,7 @@ use crate::queue::{AttendPlanKey, PlanChunk, SharedPlaces};
 /// output overlaps its queries.
 const SCRATCH: usize = 256 << 20;
 
-/// Returns the size in bytes of a part's values: one row for all heads.
+/// Returns the size of a part's values in bytes. A part is a task's result for one row and all heads.
 pub(super) fn part_bytes(op: &Attend) -> usize {
     op.q.shape()[1] * op.arena.layout().shape().v_dim * size_of::<f32>()
 }
@@ -35,7 +35,7 @@ pub(super) struct RecordBytes<'a> {
 
 impl RecordBytes<'_> {
     /// Appends a list of records, and returns its offset in bytes, which is a multiple of 16.
-    fn add<T: Pod>(&mut self, records: &[T]) -> u64 {
+    pub(super) fn add<T: Pod>(&mut self, records: &[T]) -> u64 {
         self.all.resize(self.all.len().next_multiple_of(16), 0);
         let place = self.all.len();
         self.all.extend_from_slice(bytemuck::cast_slice(records));
@@ -59,7 +59,7 @@ pub(super) fn records<'a>(
     let (mut segments, mut places) = (Vec::new(), Vec::new());
     for segment in op.work.batch().iter().flat_map(|entry| entry.segments.iter()) {
         segments.push(SegmentRecord::new(segment));
-        places.push(tables.place(segment, key));
+        places.push(tables.place(segment, key.block_size));
     }
     let divide = |busy| CallTiles::of(op, tiling, &places, tables.words.len(), busy);
     let mut divided = divide(Some(multiprocessors * tiling.resident));
@@ -89,15 +89,15 @@ pub(super) fn records<'a>(
 
 /// The block lists of segments. Each list is stored only once.
 #[derive(Default)]
-struct BlockTables {
-    words: Vec<u32>,
+pub(super) struct BlockTables {
+    pub(super) words: Vec<u32>,
     known: HashMap<(usize, usize), u32>,
 }
 
 impl BlockTables {
     /// Returns the offset of the list of blocks that store a segment's tokens.
-    fn place(&mut self, segment: &kvcore::Segment, key: &AttendPlanKey) -> u32 {
-        let count = segment.len.div_ceil(key.block_size);
+    pub(super) fn place(&mut self, segment: &kvcore::Segment, block_size: usize) -> u32 {
+        let count = segment.len.div_ceil(block_size);
         let words = &mut self.words;
         *self.known.entry((segment.blocks.as_ptr() as usize, count)).or_insert_with(|| {
             let place = words.len() as u32;
@@ -107,7 +107,8 @@ impl BlockTables {
     }
 }
 
-/// Returns whether a tile has at most one task, which writes the output directly, without a merge.
+/// Returns whether a tile needs no merge: it has at most one task, which may write the output directly
+/// because the output does not overlap the queries.
 fn is_direct(tile: &QueryTile, over_queries: bool) -> bool {
     !over_queries && tile.tasks() <= 1
 }
@@ -138,7 +139,7 @@ fn chunks(tiles: &[QueryTile], most: usize, over_queries: bool) -> Vec<&[QueryTi
 }
 
 /// Builds the records for a chunk of tiles. Long tasks come first, because a long task that started last
-/// would run alone.
+/// would keep the rest of the device idle.
 fn chunk(
     op: &Attend,
     tiles: &[QueryTile],

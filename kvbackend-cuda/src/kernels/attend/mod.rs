@@ -17,6 +17,7 @@
 //! | `attend_*_latent.cu` | the same for latents and for values of more than 256 columns |
 //! | `attend_plain.cu` | all others, and keys that are stored unrotated |
 //! | `attend_merge.cu` | parts |
+//! | `attend_mass.cu` | the attention mass, for all pools |
 
 use std::sync::Arc;
 
@@ -28,11 +29,14 @@ use crate::queue::{Launch, Lowering};
 mod args;
 mod captured;
 mod division;
+mod mass;
 mod merge;
 mod plan;
 mod records;
 mod runs;
 mod tiling;
+
+pub(crate) use mass::attend_mass;
 
 use args::AttendCall;
 use tiling::{KernelTiling, THREADS, grid};
@@ -63,8 +67,8 @@ fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Resul
     Ok(())
 }
 
-/// Allocates scratch memory for `parts` parts, each with one row for all heads. Returns the address of the
-/// sums and the address of the values.
+/// Allocates scratch memory for `parts` parts, each of them a task's result for one row and all heads.
+/// Returns the address of the sums and the address of the values.
 fn parts(to: &mut Lowering<'_>, op: &Attend, parts: usize) -> Result<(u64, u64)> {
     let sums = (parts * op.q.shape()[1] * 8).next_multiple_of(256);
     let scratch = to.scratch(sums + parts * division::part_bytes(op))?;

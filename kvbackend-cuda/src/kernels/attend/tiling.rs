@@ -30,9 +30,9 @@ pub(super) struct KernelTiling {
     pub(super) tokens: usize,
     /// The number of blocks that run on one multiprocessor at the same time.
     pub(super) resident: usize,
-    /// The numbers of terms that queries and latent queries are split into, or 0 without tensor cores.
+    /// The numbers of terms that queries and latent queries are split into; both are 0 in the plain kernel.
     pub(super) terms: (usize, usize),
-    /// In the plain kernel, the number of groups of four queries.
+    /// In the plain kernel, the number of groups of four queries per block.
     pub(super) quads: usize,
     /// In the plain kernel, the number of blocks that share a task's columns.
     pub(super) columns: usize,
@@ -241,8 +241,8 @@ impl KernelFamily {
 }
 
 /// Returns the number of blocks that run on one multiprocessor at the same time if each of them uses `shared`
-/// bytes of shared memory. Their registers allow at most 4. Each block occupies one kilobyte more than it
-/// requests.
+/// bytes of shared memory: at least 1, and at most 4 because of their registers. Each block occupies one
+/// kilobyte of shared memory more than it requests.
 fn resident(facts: &DeviceFacts, shared: usize) -> usize {
     ((facts.shared_memory as usize + 1024) / (shared + 1024)).clamp(1, 4)
 }
@@ -272,7 +272,7 @@ fn plain_shared(op: &Attend, latent: bool, quads: usize, tokens: usize) -> usize
     ])
 }
 
-fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<KernelTiling> {
+pub(super) fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<KernelTiling> {
     let s = op.arena.layout().shape();
     let bits = s.format.storage_dtype().bits();
     let eights = |plane: &kvcore::KvPlane| {

@@ -20,7 +20,7 @@ use crate::pipeline::Binding;
 /// The maximum size of the scratch memory for parts, in bytes.
 const SCRATCH: u64 = 64 << 20;
 
-/// The maximum size of a buffer that is kept for another plan, in bytes.
+/// The maximum size, in bytes, of a buffer that is kept for reuse by another plan.
 const LARGE: u64 = 1 << 20;
 
 /// The number of plans that a stream keeps. A few are enough, because a model's layers differ at most in
@@ -43,7 +43,7 @@ struct WindowedPlanKey {
     window_blocks: Option<[usize; 4]>,
     /// The maximum number of rows that can be bound at once.
     rows: usize,
-    /// The size of a part's scratch memory, in bytes. A part has one row for all heads.
+    /// The size of a part's scratch memory, in bytes. A part is a task's result for one row and all heads.
     part_bytes: u64,
     /// The maximum number of parts that fit in the scratch memory.
     parts: u64,
@@ -53,7 +53,7 @@ struct WindowedPlanKey {
 pub(super) struct TileChunk {
     /// The range of the tiles' rows, from the first to the last.
     pub(super) rows: Range<usize>,
-    /// The number of parts, each with one row for all heads.
+    /// The number of parts. A part is a task's result for one row and all heads.
     pub(super) parts: u64,
     /// The angles by which queries and keys are rotated, if there is a rotation.
     pub(super) turns: Option<RopeRows>,
@@ -82,7 +82,7 @@ pub(super) struct WindowTasks {
 /// The division of a call into dispatches, with their records on the device.
 pub(crate) struct WindowedPlan {
     pub(super) chunks: Vec<TileChunk>,
-    /// The size of a part's scratch memory, in bytes. A part has one row for all heads.
+    /// The size of a part's scratch memory, in bytes. A part is a task's result for one row and all heads.
     pub(super) part_bytes: u64,
 }
 
@@ -178,8 +178,12 @@ fn chunk(
         );
         return Err(Error::Unsupported { backend: NAME, what });
     }
-    let turns =
-        key.pairs.map(|pairs| RopeRows::of(device, pairs, records::positions(op, tiles))).transpose()?;
+    let turns = key
+        .pairs
+        .map(|pairs| {
+            RopeRows::of(device, pairs, records::positions(op, tiles.iter().flat_map(RowTile::tasks)))
+        })
+        .transpose()?;
     let number = |position| turns.as_ref().map_or(0, |turns| turns.number(position));
     let mut by_window: BTreeMap<WindowKey, Vec<(&RunTask, u32)>> = BTreeMap::new();
     for (task, part) in first_parts(tiles) {

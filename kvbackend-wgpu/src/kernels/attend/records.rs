@@ -11,7 +11,7 @@ use super::runs::{RowTile, RunTask, SeenRun, TokenPlaces, first_parts};
 /// The number of words per task.
 const TASK: usize = 5;
 
-/// The number of words of a run before the words of its rows.
+/// The number of words in a run's record before the words for its rows.
 const RUN: usize = 6;
 const ROW: usize = 3;
 
@@ -21,9 +21,9 @@ pub(super) const MERGED: usize = 3;
 /// Returns every position by which a query or key is rotated.
 pub(super) fn positions<'a>(
     op: &'a Attend,
-    tiles: &'a [RowTile],
+    tasks: impl Iterator<Item = &'a RunTask> + Clone + 'a,
 ) -> impl Iterator<Item = RangeInclusive<i32>> + Clone + 'a {
-    let runs = tiles.iter().flat_map(RowTile::tasks).flat_map(|task| &task.runs);
+    let runs = tasks.flat_map(|task| &task.runs);
     runs.flat_map(move |run| {
         let seen = run.rows.iter().filter(|(range, _)| !range.is_empty());
         let queries = seen.map(|&(_, turn)| turn..=turn);
@@ -39,8 +39,9 @@ pub(super) fn positions<'a>(
     })
 }
 
-/// Returns the records of the given tasks, then those of their runs, then the runs' lists. Each task comes
-/// with the index of its first part. `number` returns the number by which the kernel identifies a position.
+/// Returns the records of the given tasks, followed by the records of their runs and by the runs' lists. Each
+/// task is paired with the index of its first part. `number` returns the number by which the kernel
+/// identifies a position.
 pub(super) fn of_tasks(
     tasks: &[(&RunTask, u32)],
     (rows, heads): (usize, usize),
@@ -92,7 +93,8 @@ pub(super) fn of_merge(op: &Attend, tiles: &[RowTile]) -> Vec<u32> {
     records
 }
 
-/// Returns the number of a run's first key, minus that key's token index in the segment.
+/// Returns the kernel's number for the position of a run's first key, minus the index of that key's token in
+/// the segment.
 fn first_key(run: &SeenRun, number: impl Fn(i32) -> i32) -> i32 {
     let token = match &run.tokens {
         TokenPlaces::Blocks(_) => run.range.start as i32,

@@ -226,6 +226,45 @@ fn tasks(
     windows.into_values().flat_map(|(tasks, _)| tasks).collect()
 }
 
+/// Returns the tasks of an attention mass, each with the index of its first token across all segments. A task
+/// is a tile of the tokens before the entry's own segment, with a run for each tile of rows. All of its
+/// tokens are in the same windows.
+pub(super) fn tasks_by_token(
+    op: &Attend,
+    entry: &AttendRows,
+    tiling: &Tiling,
+    planes: &PlaneWindows,
+) -> Vec<(RunTask, u32)> {
+    let block_size = op.arena.layout().shape().block_size;
+    let (mut tasks, mut before) = (Vec::new(), 0);
+    for segment in &entry.segments[..entry.segments.len().saturating_sub(1)] {
+        let rows = entry.rows.clone().step_by(tiling.rows);
+        let rows = rows.map(|start| start..(start + tiling.rows).min(entry.rows.end));
+        let runs: Vec<SeenRun> = rows
+            .map(|rows| {
+                let blocks = TokenPlaces::Blocks(Arc::clone(&segment.blocks));
+                let rows = op.work.rows()[rows].iter();
+                let rows = rows.map(|&row| (op.visible(segment, row), turn(op, segment, row))).collect();
+                made(segment, blocks, 0..segment.len, rows)
+            })
+            .collect();
+        let key = |token: usize| planes.key(segment.blocks[token / block_size].index());
+        let mut at = 0;
+        while at < segment.len && !runs.is_empty() {
+            let window = key(at);
+            let mut end = segment.len.min(at + tiling.tokens);
+            if !planes.are_one() {
+                end = (at..end).find(|&token| key(token) != window).unwrap_or(end);
+            }
+            let runs = runs.iter().map(|run| run.cut(at..end)).collect();
+            tasks.push((RunTask { rows: entry.rows.clone(), window, runs }, (before + at) as u32));
+            at = end;
+        }
+        before += segment.len;
+    }
+    tasks
+}
+
 /// Returns each task with the index of its first part, in the order of tiles and tasks.
 pub(super) fn first_parts(tiles: &[RowTile]) -> impl Iterator<Item = (&RunTask, u32)> {
     let mut next = 0;

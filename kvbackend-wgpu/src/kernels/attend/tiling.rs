@@ -27,7 +27,8 @@ pub(super) struct Tiling {
     pub(super) units: usize,
     /// The number of rows per workgroup.
     pub(super) rows: usize,
-    tokens: usize,
+    /// The number of tokens per tile.
+    pub(super) tokens: usize,
     latent: bool,
 }
 
@@ -75,6 +76,7 @@ impl Tiling {
         device: &GpuDevice,
         op: &Attend,
         latent: Option<kvcore::DType>,
+        shader: Shader,
     ) -> Result<Arc<Pipeline>> {
         let s = op.arena.layout().shape();
         let flag = |yes: bool| f64::from(u8::from(yes));
@@ -105,7 +107,7 @@ impl Tiling {
         // WGSL needs the sizes of per-thread arrays as constants in the source code.
         let (turns, columns) = (quads.div_ceil(THREADS / width), s.v_dim.div_ceil(width));
         let texts = format!("const TURNS: u32 = {turns}u;\nconst COLUMNS: u32 = {columns}u;\n");
-        device.pipeline(Shader::Attend, &constants, &texts)
+        device.pipeline(shader, &constants, &texts)
     }
 }
 

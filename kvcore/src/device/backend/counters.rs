@@ -1,10 +1,10 @@
-//! Counts of the bytes that kernels moved. Counting costs one relaxed addition per operation.
+//! Counters of the bytes that kernels have moved. Counting costs one relaxed addition per operation.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Live counters of a backend.
+        /// The live counters of a backend.
         #[derive(Debug, Default)]
         pub struct Counters {
             $($(#[$doc])* pub $name: AtomicU64,)*
@@ -22,14 +22,14 @@ macro_rules! counters {
                 CounterSnapshot { $($name: self.$name.load(Relaxed),)* }
             }
 
-            /// Adds the counts of a snapshot, for work that is counted each time it is replayed.
+            /// Adds the counts of a snapshot, for captured work that is counted on each replay.
             pub fn add_all(&self, counts: &CounterSnapshot) {
                 $(self.$name.fetch_add(counts.$name, Relaxed);)*
             }
         }
 
         impl CounterSnapshot {
-            /// Returns the increase since `earlier`.
+            /// Returns the increase of each count since the snapshot `earlier`.
             #[must_use]
             pub fn since(&self, earlier: &Self) -> Self {
                 Self { $($name: self.$name.wrapping_sub(earlier.$name),)* }
@@ -39,28 +39,30 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Bytes of new K and V rows that `scatter` wrote to cache slots.
+    /// Number of bytes that `scatter` wrote to the cache.
     scatter_bytes,
-    /// Bytes of cached K and V that `gather` read into rows.
+    /// Number of bytes that `gather` read from the cache.
     gather_bytes,
-    /// Bytes of cached K and V that `copy_blocks`, `swap_blocks` and `rotate_keys` copied.
+    /// Number of bytes that `copy_blocks`, `swap_blocks` and `rotate_keys` copied.
     block_copy_bytes,
-    /// Bytes of tensors that `copy_tensor` wrote.
+    /// Number of bytes that `copy_tensor` wrote.
     tensor_copy_bytes,
-    /// Bytes of rows that `rope` rotated in place.
+    /// Number of bytes that `rope` rotated in place.
     rope_bytes,
-    /// Bytes of quantised blocks that `quantize` wrote.
+    /// Number of bytes that `quantize` wrote.
     quantize_bytes,
-    /// Bytes of dense blocks that `dequantize` wrote.
+    /// Number of bytes that `dequantize` wrote.
     dequantize_bytes,
-    /// Bytes that `write` copied from the host.
+    /// Number of bytes that `write` copied from the host.
     host_write_bytes,
-    /// Bytes that `read` copied to the host.
+    /// Number of bytes that `read` copied to the host.
     host_read_bytes,
     /// Number of calls to `attend` and `attend_mla`.
     attend_calls,
-    /// Bytes of segments, rows and block tables that attention uploaded for device kernels. Layers that share
-    /// an [`AttendWork`](crate::AttendWork) share the upload.
+    /// Number of calls to `attend_mass`.
+    mass_calls,
+    /// Number of bytes of segments, rows and block tables that were uploaded for attention kernels. Layers
+    /// that share an [`AttendWork`](crate::AttendWork) share the upload.
     plan_bytes,
     /// Number of times recorded work was submitted to a device. Always 0 if work runs as soon as it is
     /// enqueued.

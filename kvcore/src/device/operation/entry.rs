@@ -1,17 +1,17 @@
-//! One enum for all operations: the single entry point for work on a stream.
+//! The enum of all operations, through which all work on a stream is enqueued.
 
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use super::{
-    ApplyRope, Attend, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize, RotateKeys, Scatter,
-    SwapBlocks,
+    ApplyRope, Attend, AttendMass, AttendMla, CopyBlocks, CopyTensor, Dequantize, Gather, Quantize,
+    RotateKeys, Scatter, SwapBlocks,
 };
 use crate::base::Result;
 use crate::device::{Counters, KvArena, Storage, Stream, TensorView};
 
-/// Handles to the memory that one operation touches. The list is short enough to be stored inline.
+/// Handles to the memory that an operation touches. The list is short enough to be stored inline.
 #[derive(Default)]
 pub(super) struct Storages<'a>(SmallVec<[&'a Arc<dyn Storage>; 8]>);
 
@@ -26,8 +26,8 @@ impl<'a> Storages<'a> {
 }
 
 // Decision: docs/decisions/device.md#checked-is-the-proof-of-a-check
-/// An operation that has passed its check. Only [`Operation::checked`] creates one. Kernels rely on the
-/// check for memory safety.
+/// An operation that has passed its check. Only [`Operation::checked`] creates values of this type. Kernels
+/// rely on the check for memory safety.
 #[derive(Debug, Clone, Copy)]
 pub struct Checked<'a>(Operation<'a>);
 
@@ -38,7 +38,7 @@ impl<'a> Checked<'a> {
     }
 }
 
-/// Counts one call, whatever its size.
+/// Returns 1, for operations whose calls are counted instead of their bytes.
 fn once<T>(_: &T) -> usize {
     1
 }
@@ -47,7 +47,7 @@ fn once<T>(_: &T) -> usize {
 macro_rules! operations {
     ($($(#[$doc:meta])* $variant:ident: $method:ident, $counter:ident += $amount:path;)*) => {
         // Decision: docs/decisions/device.md#an-operation-is-borrowed
-        /// Any operation of the backend contract, by reference. Cheap to pass on. Only a backend that defers
+        /// Any operation of the backend contract, by reference. Cheap to copy. Only a backend that defers
         /// work clones the descriptor.
         ///
         /// To add an operation, add a descriptor, a line to the list below, and a kernel to each backend.
@@ -76,7 +76,7 @@ macro_rules! operations {
         })*
 
         impl<'a> Operation<'a> {
-            /// Returns the name of the operation in errors, capabilities and profiles.
+            /// Returns the operation's name, as used in errors, capabilities and profiles.
             pub fn name(self) -> &'static str {
                 match self { $(Self::$variant(_) => stringify!($method),)* }
             }
@@ -89,7 +89,8 @@ macro_rules! operations {
                 match self { $(Self::$variant(descriptor) => descriptor.check(),)* }
             }
 
-            /// Returns the number of bytes that the operation writes, or reads if it only reads the cache.
+            /// Returns the number of bytes that the operation writes, or the number it reads if it only reads
+            /// the cache.
             pub fn bytes(self) -> usize {
                 match self { $(Self::$variant(descriptor) => descriptor.bytes(),)* }
             }
@@ -149,8 +150,10 @@ operations! {
     Attend: attend, attend_calls += once;
     /// Computes attention over cached latents.
     AttendMla: attend_mla, attend_calls += once;
-    /// Quantises blocks of a dense arena into a quantised one.
+    /// Sums the softmax weights that a sequence's rows give to each token before them.
+    AttendMass: attend_mass, mass_calls += once;
+    /// Quantises blocks of a dense arena into a quantised arena.
     Quantize: quantize, quantize_bytes += Quantize::bytes;
-    /// Dequantises blocks of a quantised arena into a dense one.
+    /// Dequantises blocks of a quantised arena into a dense arena.
     Dequantize: dequantize, dequantize_bytes += Dequantize::bytes;
 }

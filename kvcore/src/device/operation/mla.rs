@@ -9,10 +9,10 @@ use crate::device::TensorView;
 /// Attention whose values are latents that are also part of the keys (DeepSeek's MLA).
 ///
 /// The cache has one head: K holds the rotated part of the key (`k_dim` = `qk_rope_head_dim`), and V holds
-/// the latent (`v_dim` = `kv_lora_rank`). The caller must absorb the projections to and from the latent into
-/// the queries and the output. For each row and head, the logit of a token is
-/// `scale * logit_scale * (q·k + q_latent·latent)`, and the output is the weighted sum of the latents.
-/// Everything else is as in [`Attend`].
+/// the latent (`v_dim` = `kv_lora_rank`). The caller must absorb the projections to and from the latent space
+/// into the queries and the output. For each row and head, the logit of a token is `scale * logit_scale *
+/// (q·k + q_latent·latent)`, and the output is the weighted sum of the latents. Everything else is the same
+/// as in [`Attend`].
 ///
 /// ```
 /// use std::sync::Arc;
@@ -44,7 +44,8 @@ use crate::device::TensorView;
 /// ```
 #[derive(Debug, Clone)]
 pub struct AttendMla {
-    /// The rotated part: `q` is `[rows, heads, qk_rope_head_dim]`, `out` is `[rows, heads, kv_lora_rank]`.
+    /// The attention arguments, with the rotated part of the queries: `q` is `[rows, heads,
+    /// qk_rope_head_dim]`, and `out` is `[rows, heads, kv_lora_rank]`.
     pub attend: Attend,
     /// The part of the queries that is multiplied with the latents, `[rows, heads, kv_lora_rank]`. Never
     /// rotated.
@@ -52,35 +53,40 @@ pub struct AttendMla {
 }
 
 impl AttendMla {
-    /// Checks everything that [`Attend::check`] does, that the arena has one head, and the latent queries.
+    /// Checks everything that [`Attend::check`] checks, and that the arena has one head and the latent
+    /// queries are valid.
     ///
     /// # Errors
     /// Returns the errors of [`Attend::check`], which also apply to the latent queries.
     pub fn check(&self) -> Result<()> {
-        self.attend.check()?;
-        let s = self.attend.arena.layout().shape();
-        same("k_heads of a latent cache", 1, s.k_heads)?;
-        same("v_heads of a latent cache", 1, s.v_heads)?;
-        let (q, latent) = (self.attend.q.shape(), self.q_latent.shape());
-        same("rank of latent queries [rows, heads, kv_lora_rank]", 3, latent.len())?;
-        same("rows of latent queries", q[0], latent[0])?;
-        same("heads of latent queries", q[1], latent[1])?;
-        same("width of latent queries", s.v_dim, latent[2])?;
-        computable("latent queries", &self.q_latent)?;
-        innermost_dense("latent queries", &self.q_latent)?;
-        self.attend.arena.check_apart("latent queries", &self.q_latent)?;
-        let lse = self.attend.lse.as_ref();
-        lse.map_or(Ok(()), |lse| apart("lse and latent queries", lse, &self.q_latent))
+        check(&self.attend, &self.q_latent)
     }
 
-    /// Lists the memory that the operation touches.
+    /// Adds the memory that the operation touches to `storages`.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         self.attend.storages(storages);
         storages.view(&self.q_latent);
     }
 
-    /// Returns the number of bytes of the cached latents and rotated keys that the entries attend to.
+    /// Returns the total size, in bytes, of the cached latents and rotated keys that the entries attend to.
     pub fn bytes(&self) -> usize {
         self.attend.bytes()
     }
+}
+
+/// Checks an attention with the latent queries `q_latent`.
+pub(super) fn check(attend: &Attend, q_latent: &TensorView) -> Result<()> {
+    attend.check()?;
+    let s = attend.arena.layout().shape();
+    same("k_heads of a latent cache", 1, s.k_heads)?;
+    same("v_heads of a latent cache", 1, s.v_heads)?;
+    let (q, latent) = (attend.q.shape(), q_latent.shape());
+    same("rank of latent queries [rows, heads, kv_lora_rank]", 3, latent.len())?;
+    same("rows of latent queries", q[0], latent[0])?;
+    same("heads of latent queries", q[1], latent[1])?;
+    same("width of latent queries", s.v_dim, latent[2])?;
+    computable("latent queries", q_latent)?;
+    innermost_dense("latent queries", q_latent)?;
+    attend.arena.check_apart("latent queries", q_latent)?;
+    attend.lse.as_ref().map_or(Ok(()), |lse| apart("lse and latent queries", lse, q_latent))
 }

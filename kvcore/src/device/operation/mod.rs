@@ -15,6 +15,7 @@ mod attend;
 mod copy;
 mod entry;
 mod gather;
+mod mass;
 mod mla;
 mod quantize;
 mod rope;
@@ -28,6 +29,7 @@ pub use attend::{Attend, MergeGroup, Segment};
 pub use copy::{CopyBlocks, SwapBlocks};
 pub use entry::{Checked, Operation};
 pub use gather::{Gather, Rotation};
+pub use mass::AttendMass;
 pub use mla::AttendMla;
 pub use quantize::{Dequantize, Quantize};
 pub use rope::ApplyRope;
@@ -37,14 +39,15 @@ pub use selection::{Selection, SelectionUnit};
 pub use tensor::CopyTensor;
 pub use work::{AttendRows, AttendWork, QueryRow};
 
-/// Names of the operations that every backend must support.
+/// The names of the operations that every backend must support.
 pub const REQUIRED: [&str; 8] =
     ["scatter", "gather", "copy_blocks", "swap_blocks", "copy_tensor", "rope", "rotate_keys", "attend"];
 
-/// Names of the features that a backend may list as missing. `selection` means attention with a
+/// The names of the features that a backend may list as missing. `selection` means attention with a
 /// [`Selection`], `reserve` means [`Backend::reserve`](crate::Backend::reserve), and `graphs` means
 /// [`Stream::capture`](crate::Stream::capture).
-pub const OPTIONAL: [&str; 6] = ["attend_mla", "selection", "quantize", "dequantize", "reserve", "graphs"];
+pub const OPTIONAL: [&str; 7] =
+    ["attend_mla", "attend_mass", "selection", "quantize", "dequantize", "reserve", "graphs"];
 
 /// Checks K rows `[rows, k_heads, k_dim]` and V rows `[rows, v_heads, v_dim]` against an arena.
 fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> Result<()> {
@@ -60,7 +63,7 @@ fn check_rows(arena: &KvArena, rows: usize, k: &TensorView, v: &TensorView) -> R
     Ok(())
 }
 
-/// Checks that all slots exist. Negative slots are padding.
+/// Checks that all slots exist. Negative slots are padding and always pass.
 fn check_slots(arena: &KvArena, slots: &[i64]) -> Result<()> {
     let limit = arena.layout().num_slots();
     match slots.iter().find(|&&slot| slot >= limit as i64) {
@@ -69,7 +72,8 @@ fn check_slots(arena: &KvArena, slots: &[i64]) -> Result<()> {
     }
 }
 
-/// Returns the number of bytes of K, V and their scales in one layer, for the slots that are not padding.
+/// Returns the total size, in bytes, of K, V and their scales in one layer, for all slots that are not
+/// padding.
 fn slot_bytes(arena: &KvArena, slots: &[i64]) -> usize {
     slots.iter().filter(|&&slot| slot >= 0).count() * arena.layout().token_bytes()
 }
@@ -106,7 +110,7 @@ pub(in crate::device) fn apart(what: &'static str, written: &TensorView, other: 
     if written.overlaps(other)? { Err(Error::Aliased { what }) } else { Ok(()) }
 }
 
-/// Checks that the last axis is dense, because kernels read and write whole heads.
+/// Checks that the last axis is dense, because kernels read and write the rows of heads as a whole.
 fn innermost_dense(what: &'static str, view: &TensorView) -> Result<()> {
     match (view.shape().last(), view.strides().last()) {
         (Some(&n), Some(&stride)) if n > 1 && stride != 1 => {

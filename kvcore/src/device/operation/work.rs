@@ -1,4 +1,4 @@
-//! The part of an attention call that all layers of a step share.
+//! The part of an attention call that is the same for all layers of a step.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,16 +7,16 @@ use std::sync::{Arc, OnceLock};
 use super::{MergeGroup, Segment, Selection};
 use crate::base::{Error, KeyForm, Result};
 
-/// A query row's place in the sequence.
+/// The place of a query row in its sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryRow {
-    /// Logical index. The row attends to tokens whose logical index is at most this.
+    /// Logical index of the row. The row attends to tokens with this logical index or a smaller one.
     pub logical: usize,
     /// Position that the query is rotated to.
     pub position: i64,
 }
 
-/// Rows that attend to the same segments: one sequence of a batch.
+/// Rows that attend to the same segments, usually the rows of one sequence in a batch.
 ///
 /// ```
 /// use kvcore::{AttendRows, BlockId, Segment, Selection, SelectionUnit};
@@ -31,7 +31,8 @@ pub struct QueryRow {
 pub struct AttendRows {
     /// Range of rows in `q` and `out`.
     pub rows: Range<usize>,
-    /// Segments that the rows attend to. They include the rows' own tokens, which must be scattered first.
+    /// Segments that the rows attend to. The segments include the rows' own tokens, which must be scattered
+    /// first.
     pub segments: Arc<[Segment]>,
     /// Tokens that each row may attend to, or `None` for all tokens.
     pub selection: Option<Selection>,
@@ -43,7 +44,13 @@ impl AttendRows {
         Self { rows, segments: segments.into(), selection: None }
     }
 
-    /// Limits the rows to a selection.
+    /// Returns the number of tokens in all segments but the last, which contains the rows' own tokens.
+    pub fn tokens_before(&self) -> usize {
+        let before = &self.segments[..self.segments.len().saturating_sub(1)];
+        before.iter().map(|segment| segment.len).sum()
+    }
+
+    /// Limits the rows to the tokens in `selection`.
     #[must_use]
     pub fn selecting(mut self, selection: Selection) -> Self {
         self.selection = Some(selection);
@@ -77,29 +84,29 @@ pub struct AttendWork {
     rows: Vec<QueryRow>,
     batch: Vec<AttendRows>,
     groups: Arc<[MergeGroup]>,
-    /// Result of the first check.
+    /// The result of the first check.
     facts: OnceLock<Facts>,
 }
 
-/// The limits that a work requires. Each layer compares them with its own arena and rotary embedding.
+/// The requirements of the work, which each layer compares with its own arena and rotary embedding.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Facts {
-    /// Block size that segments and selections were checked for.
+    /// The block size with which segments and selections were checked.
     block_size: usize,
     /// The largest block index plus 1.
     blocks: usize,
-    /// Offset of a segment that is used at a position other than the stored one, if there is one.
+    /// A nonzero segment offset, if there is one.
     offset: Option<i64>,
-    /// Smallest and largest position of the queries.
+    /// The smallest and the largest query position.
     queries: Option<(i64, i64)>,
-    /// Smallest and largest position of the queries, minus the offsets of their segments.
+    /// The smallest and the largest difference between a query position and a segment offset.
     turned: Option<(i64, i64)>,
-    /// Smallest and largest position at which cached tokens are used.
+    /// The smallest and the largest position at which cached tokens are used.
     keys: Option<(i64, i64)>,
 }
 
 // Decision: docs/decisions/device.md#backends-find-their-plans-by-the-works-id
-/// The ID of the next work. IDs are never reused.
+/// The ID of the next [`AttendWork`]. IDs are never reused.
 static IDS: AtomicU64 = AtomicU64::new(1);
 
 impl AttendWork {
@@ -123,17 +130,18 @@ impl AttendWork {
         }
     }
 
-    /// Returns the ID of this work in its current form. An edit changes the ID.
+    /// Returns the ID of this work. Each edit changes the ID.
     pub fn id(&self) -> u64 {
         self.id
     }
 
-    /// Returns the query rows, one per row of the queries.
+    /// Returns the query rows, one for each row of the query tensor.
     pub fn rows(&self) -> &[QueryRow] {
         &self.rows
     }
 
-    /// Returns the entries, each with its rows and segments. Rows that are in no entry are left unchanged.
+    /// Returns the entries, each with its rows and segments. Output rows that are in no entry are left
+    /// unchanged.
     pub fn batch(&self) -> &[AttendRows] {
         &self.batch
     }
@@ -143,27 +151,26 @@ impl AttendWork {
         &self.groups
     }
 
-    /// Returns the number of cached tokens that the entries attend to. Each entry's segments are counted
-    /// once.
+    /// Returns the total number of tokens in the entries' segments. Each entry's segments are counted once.
     pub fn tokens(&self) -> usize {
         self.batch.iter().flat_map(|entry| entry.segments.iter()).map(|segment| segment.len).sum()
     }
 
-    /// Changes rows and entries in place, reusing their memory. Afterwards the work has a new ID.
+    /// Calls `change` to edit the rows and entries in place, reusing their memory. Gives the work a new ID.
     pub fn edit(&mut self, change: impl FnOnce(&mut Vec<QueryRow>, &mut Vec<AttendRows>)) {
         self.id = IDS.fetch_add(1, Ordering::Relaxed);
         self.facts = OnceLock::new();
         change(&mut self.rows, &mut self.batch);
     }
 
-    /// Checks rows, segments and selections for blocks of `block_size` tokens. Only the first call reads
-    /// them.
+    /// Checks rows, segments and selections with blocks of `block_size` tokens. Later calls with the same
+    /// block size return the result of the first check.
     pub(super) fn facts(&self, block_size: usize) -> Result<Facts> {
         match self.facts.get() {
             Some(facts) if facts.block_size == block_size => Ok(*facts),
             _ => {
                 let facts = self.find_facts(block_size)?;
-                // A second block size is rare, so the check is repeated in each layer.
+                // A second block size is rare, so its check is not stored but repeated in each layer.
                 self.facts.get_or_init(|| facts);
                 Ok(facts)
             }
@@ -250,7 +257,7 @@ impl Facts {
         }
     }
 
-    /// Returns the offset of a segment that is used at a position other than the stored one, if there is one.
+    /// Returns a nonzero segment offset, if there is one.
     pub(super) fn offset(&self) -> Option<i64> {
         self.offset
     }

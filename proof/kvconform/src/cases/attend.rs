@@ -18,7 +18,7 @@ pub(super) fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_s
     Segment::new(blocks.iter().map(|&id| BlockId(id)).collect(), len, logical_start, stored_start)
 }
 
-/// An attend over filled memory, with the values that the oracle needs.
+/// An [`Attend`] over filled memory, with the values that the oracle needs.
 pub(super) struct AttendTrial {
     pub(super) op: Attend,
     pub(super) q: Vec<f32>,
@@ -26,18 +26,23 @@ pub(super) struct AttendTrial {
     pub(super) v: Vec<f32>,
 }
 
-/// Returns the attend with other entries, over the same rows and groups.
+/// Returns the operation with other entries over the same rows and groups.
 pub(super) fn with_batch(op: &Attend, batch: impl Into<Vec<AttendRows>>) -> Attend {
     let work = AttendWork::with_groups(op.work.rows(), batch, Arc::clone(op.work.groups()));
     Attend { work: Arc::new(work), ..op.clone() }
 }
 
 impl AttendTrial {
-    fn new(b: &Bench, order: BlockOrder, rows: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
+    pub(super) fn new(
+        b: &Bench,
+        order: BlockOrder,
+        rows: &[QueryRow],
+        batch: Vec<AttendRows>,
+    ) -> Outcome<Self> {
         Self::over(b, b.arena(order)?, rows, batch)
     }
 
-    /// Creates an attend over an arena of the given shape and format.
+    /// Creates an [`Attend`] over an arena of the given shape and format.
     pub(super) fn over(
         b: &Bench,
         arena: KvArena,
@@ -228,8 +233,8 @@ pub(super) fn softcap_temperature_and_groups(b: &Bench) -> Outcome {
     trial.check(b, "soft-capped logits")
 }
 
-/// A backend may cache what it derives from an [`AttendWork`]. Layers that differ in anything else must not
-/// share it.
+/// A backend may cache what it derives from an [`AttendWork`], but layers that differ in anything besides the
+/// work must not share the cached result.
 pub(super) fn layers_share_the_work_of_a_step(b: &Bench) -> Outcome {
     let at = rows(&[(9, 46), (10, 47)]);
     let mut trial = AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
@@ -320,8 +325,7 @@ pub(super) fn keys_may_lie_unrotated(b: &Bench) -> Outcome {
         ensure(matches!(result, Err(Error::InvalidRope(_))), || {
             format!("no rotary embedding gave {result:?}")
         })?;
-        // At the chunk's offset, token 9999 is past the end of the table, regardless of its query's
-        // rotation.
+        // At the chunk's offset, token 9999 is past the end of the table, regardless of the query's rotation.
         trial.op.rope = Some(Arc::clone(&scaled));
         trial.op = with_batch(&trial.op, [entry(0..2, reused(9999, &[0, 2]))]);
         let result = b.stream.attend(&trial.op);
@@ -385,7 +389,8 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
 }
 
 /// One row per sequence, with queries, cache and output of the same type, in sizes that devices have kernels
-/// for. Matrix units round the rotated queries and the weights to that type.
+/// for. The tolerance allows for matrix units that round the rotated queries and the softmax weights to that
+/// type.
 pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome {
     const DIM: usize = 32;
     let tolerance = match b.dtype {

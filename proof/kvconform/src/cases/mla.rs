@@ -18,15 +18,15 @@ use crate::oracle;
 const ROPE_DIM: usize = 8;
 const RANK: usize = 24;
 
-/// An attend over filled latents, with the values that the oracle needs.
-struct Latents {
-    trial: AttendTrial,
-    q_latent: Vec<f32>,
+/// An attention operation over filled latents, with the values that the oracle needs.
+pub(super) struct Latents {
+    pub(super) trial: AttendTrial,
+    pub(super) q_latent: Vec<f32>,
     rank: usize,
 }
 
 impl Latents {
-    fn new(
+    pub(super) fn new(
         b: &Bench,
         order: BlockOrder,
         format: KvFormat,
@@ -37,7 +37,7 @@ impl Latents {
         Self::over(b, &KvShape { format, k_dim: ROPE_DIM, v_dim: RANK, ..shape }, at, batch)
     }
 
-    fn over(b: &Bench, shape: &KvShape, at: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
+    pub(super) fn over(b: &Bench, shape: &KvShape, at: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
         let rank = shape.v_dim;
         let arena = b.arena_of(KvShape { k_heads: 1, v_heads: 1, ..shape.clone() })?;
         let trial = AttendTrial::over(b, arena, at, batch)?;
@@ -45,7 +45,7 @@ impl Latents {
         Ok(Self { trial, q_latent, rank })
     }
 
-    fn op(&self, b: &Bench) -> Outcome<AttendMla> {
+    pub(super) fn op(&self, b: &Bench) -> Outcome<AttendMla> {
         let shape = [self.trial.op.work.rows().len(), HEADS, self.rank];
         Ok(AttendMla { attend: self.trial.op.clone(), q_latent: b.upload(b.dtype, &shape, &self.q_latent)? })
     }
@@ -58,7 +58,7 @@ impl Latents {
 }
 
 /// Returns prefill rows, a decode row and a row of another sequence, all at offsets.
-fn mixed() -> (Vec<QueryRow>, Vec<AttendRows>) {
+pub(super) fn mixed() -> (Vec<QueryRow>, Vec<AttendRows>) {
     let at = rows(&[(9, 46), (10, 47), (30, 507), (4, 4)]);
     let batch = vec![
         entry(0..2, reused(40, &[0, 2])),

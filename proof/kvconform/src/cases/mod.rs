@@ -8,6 +8,7 @@ mod attend;
 mod blocks;
 mod capabilities;
 pub(crate) mod graphs;
+mod mass;
 mod memory;
 mod mla;
 mod order;
@@ -147,6 +148,15 @@ cases! {
     mla::rotated_parts_may_lie_unrotated needs ["attend_mla"],
     mla::moving_a_chunk_moves_the_rotated_part_only needs ["attend_mla"],
     mla::wrong_latent_attends_are_refused needs ["attend_mla"],
+    mass::weights_are_added_for_each_token needs ["attend_mass"],
+    mass::heads_may_share_keys needs ["attend_mass"],
+    mass::many_queries_over_even_rows needs ["attend_mass"],
+    mass::windows_factors_and_overlapping_positions needs ["attend_mass"],
+    mass::empty_segments_and_rows_that_see_nothing needs ["attend_mass"],
+    mass::keys_may_lie_unrotated needs ["attend_mass"],
+    mass::quantised_blocks needs ["attend_mass"],
+    mass::latents needs ["attend_mla", "attend_mass"],
+    mass::wrong_masses_are_refused needs ["attend_mass"],
     graphs::a_replay_equals_the_eager_step needs ["graphs"],
     graphs::a_latent_replay_equals_the_eager_step needs ["graphs"],
     graphs::replays_follow_each_other_without_a_wait needs ["graphs"],

@@ -1,8 +1,8 @@
 //! The operations in f64, written independently of all backends and of `kvcore`'s own arithmetic.
 
 use kvcore::{
-    Attend, AttendMla, AttendRows, KeyForm, KvLayout, KvPlane, Pairing, PlaneStrides, Rope, Segment,
-    SelectionUnit, TensorView,
+    Attend, AttendMass, AttendMla, AttendRows, KeyForm, KvLayout, KvPlane, Pairing, PlaneStrides, Rope,
+    Segment, SelectionUnit, TensorView,
 };
 
 mod quant;
@@ -30,15 +30,15 @@ pub fn rotate(row: &[f32], rope: &Rope, position: i64, factor: f64) -> Vec<f64> 
     out
 }
 
-/// Returns the output rows `[rows, heads, v_dim]` and the log-sum-exps `[rows, heads]` of an attend, computed
-/// from the values of its queries and of all of K and V. Rows without a batch entry keep the value
+/// Returns the output rows `[rows, heads, v_dim]` and the log-sum-exps `[rows, heads]` of an [`Attend`],
+/// computed from the values of its queries and of all of K and V. Rows without a batch entry keep the value
 /// `untouched`.
 pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (Vec<f32>, Vec<f32>) {
     rows(op, q, None, k, v, untouched)
 }
 
-/// Returns the results of an `attend_mla`, in the same form as [`attend`] does. `q_latent` contains the
-/// latent queries.
+/// Returns the results of an [`AttendMla`], in the same form as [`attend`]. `q_latent` contains the latent
+/// queries.
 pub fn attend_mla(
     op: &AttendMla,
     q: &[f32],
@@ -66,13 +66,8 @@ fn rows(
         for row in entry.rows.clone() {
             for head in 0..heads {
                 let at = row * heads + head;
-                let query = OracleQuery {
-                    q: &q[at * s.k_dim..][..s.k_dim],
-                    latent: q_latent.map(|latent| &latent[at * s.v_dim..][..s.v_dim]),
-                    row,
-                    head,
-                };
-                let (values, total) = one(op, &query, entry, k, v);
+                let query = OracleQuery::new(op, (q, q_latent), row, head);
+                let (values, total) = one(op, &seen(op, &query, entry, k, v));
                 lse[at] = total as f32;
                 for (o, x) in out[at * s.v_dim..][..s.v_dim].iter_mut().zip(values) {
                     *o = x as f32;
@@ -91,8 +86,41 @@ struct OracleQuery<'a> {
     head: usize,
 }
 
-/// Returns whether a row of an entry may see a token. The indices of the token and its block count across all
-/// segments.
+impl<'a> OracleQuery<'a> {
+    fn new(op: &Attend, (q, latent): (&'a [f32], Option<&'a [f32]>), row: usize, head: usize) -> Self {
+        let (s, at) = (op.arena.layout().shape(), row * op.q.shape()[1] + head);
+        let latent = latent.map(|latent| &latent[at * s.v_dim..][..s.v_dim]);
+        Self { q: &q[at * s.k_dim..][..s.k_dim], latent, row, head }
+    }
+}
+
+/// Returns the sums of an `attend_mass` over tokens that have the sums `before`. `q_latent` contains the
+/// latent queries, if there are any.
+pub fn attend_mass(
+    mass: &AttendMass,
+    (q, q_latent): (&[f32], Option<&[f32]>),
+    (k, v): (&[f32], &[f32]),
+    before: &[f32],
+) -> Vec<f32> {
+    let op = &mass.attend;
+    let mut sums: Vec<f64> = before.iter().map(|&x| f64::from(x)).collect();
+    let entry = &op.work.batch()[mass.entry];
+    for row in entry.rows.clone() {
+        for head in 0..op.q.shape()[1] {
+            let seen = seen(op, &OracleQuery::new(op, (q, q_latent), row, head), entry, k, v);
+            let (_, lse) = one(op, &seen);
+            for token in &seen {
+                if let Some(sum) = sums.get_mut(token.index) {
+                    *sum += (token.logit - lse).exp();
+                }
+            }
+        }
+    }
+    sums.into_iter().map(|x| x as f32).collect()
+}
+
+/// Returns whether a row of an entry may see a token. The indices of the token and of its block are counted
+/// across all segments.
 fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool {
     let Some(selection) = &entry.selection else { return true };
     let i = row - entry.rows.start;
@@ -104,18 +132,27 @@ fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool 
     selection.indices[range].iter().any(|&index| index as usize == wanted)
 }
 
-fn one<'a>(
+/// A token that a query attends to.
+struct SeenToken<'a> {
+    /// The token's index in its entry, counted across all segments.
+    index: usize,
+    logit: f64,
+    group: usize,
+    value: &'a [f32],
+}
+
+fn seen<'a>(
     op: &Attend,
     query: &OracleQuery,
     entry: &AttendRows,
     k: &'a [f32],
     v: &'a [f32],
-) -> (Vec<f64>, f64) {
+) -> Vec<SeenToken<'a>> {
     let layout = op.arena.layout();
     let (q, row, block_size) = (query.q, op.work.rows()[query.row], layout.shape().block_size);
     let (mut tokens_before, mut blocks_before) = (0, 0);
     // the logit, group and value of each visible token
-    let mut seen: Vec<(f64, usize, &'a [f32])> = Vec::new();
+    let mut seen = Vec::new();
     for segment in entry.segments.iter() {
         let turned = match &op.rope {
             Some(rope) => {
@@ -156,21 +193,28 @@ fn one<'a>(
                 if let Some(cap) = op.softcap.map(f64::from) {
                     logit = cap * (logit / cap).tanh();
                 }
-                seen.push((logit, segment.merge_group, value));
+                let (index, group) = (tokens_before + j, segment.merge_group);
+                seen.push(SeenToken { index, logit, group, value });
             }
         }
         tokens_before += segment.len;
         blocks_before += segment.len.div_ceil(block_size);
     }
+    seen
+}
+
+/// Returns the output and the log-sum-exp of one row and head.
+fn one(op: &Attend, seen: &[SeenToken]) -> (Vec<f64>, f64) {
     // A token's weight is exp(logit − group lse) · exp(scaled group lse), normalised over all tokens.
-    let group_lse: Vec<f64> =
-        (0..op.work.groups().len()).map(|g| lse(seen.iter().filter(|x| x.1 == g).map(|x| x.0))).collect();
+    let group_lse: Vec<f64> = (0..op.work.groups().len())
+        .map(|g| lse(seen.iter().filter(|x| x.group == g).map(|x| x.logit)))
+        .collect();
     let scaled = |g: usize| group_lse[g] * f64::from(op.work.groups()[g].lse_scale);
-    let weights: Vec<f64> = seen.iter().map(|&(logit, g, _)| logit - group_lse[g] + scaled(g)).collect();
+    let weights: Vec<f64> = seen.iter().map(|x| x.logit - group_lse[x.group] + scaled(x.group)).collect();
     let total = lse(weights.iter().copied());
-    let mut out = vec![0.0; layout.shape().v_dim];
-    for (weight, (_, _, value)) in weights.iter().zip(&seen) {
-        for (o, &x) in out.iter_mut().zip(*value) {
+    let mut out = vec![0.0; op.arena.layout().shape().v_dim];
+    for (weight, token) in weights.iter().zip(seen) {
+        for (o, &x) in out.iter_mut().zip(token.value) {
             *o += (weight - total).exp() * f64::from(x);
         }
     }

@@ -14,24 +14,22 @@ use super::{
 use crate::error::{Error, Result};
 
 mod border;
-mod products;
 mod tensors;
 #[cfg(test)]
 mod tests;
 mod weight;
 
 use border::HostBorder;
-pub(crate) use products::products;
 pub use tensors::{OutputTensor, lend_tensor};
 use weight::{HeadMatrices, HeldForm, HostWeight, StoredMatrix};
 
 /// The dense steps on the host.
 ///
-/// Projection and embedding matrices keep their stored type, unless a [`WeightFormat`] asks for another one.
-/// They are multiplied in f32. Weights are not widened in memory, and activations are not rounded.
+/// Projection and embedding matrices keep their stored type, unless a [`WeightFormat`] asks for another one,
+/// and are multiplied in f32: weights are not widened in memory, and activations are not rounded.
 ///
-/// Matrix products and the steps between them run on a CPU backend's threads, which end with the backend.
-/// candle holds the tensors and moves their rows, but does not start threads.
+/// Matrix products and the steps between them run on a CPU backend's threads, which exist as long as the
+/// backend. candle stores the tensors and copies their rows, but does not start threads.
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {
     products: Products,
@@ -117,7 +115,7 @@ fn matrix(weight: &dyn Weight) -> Result<&StoredMatrix> {
     }
 }
 
-/// Calls `read` with a tensor's elements. Copies them only if they are not contiguous.
+/// Calls `read` with a tensor's elements, which are copied only if they are not contiguous.
 fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<T> {
     let x = x.contiguous().map_err(failed)?;
     let (storage, layout) = x.storage_and_layout();
@@ -127,7 +125,7 @@ fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<
     read(&values.as_slice::<f32>().map_err(failed)?[layout.start_offset()..][..x.elem_count()])
 }
 
-/// Applies a function of two elements to activations of the same shape.
+/// Applies `of` to the elements of two activations, which must have the same shape.
 fn pairwise(
     a: &Activation,
     b: &Activation,
