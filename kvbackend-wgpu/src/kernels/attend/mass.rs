@@ -5,13 +5,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvcore::{AttendMass, Counters, Result, TensorView};
+use kvcore::{AttendMass, AttendRows, Counters, Result, TensorView};
 use wgpu::BufferUsages;
 
 use super::records;
 use super::runs::{self, RunTask};
 use super::tiling::Tiling;
-use super::window::{PlaneWindows, WindowKey, rows_window};
+use super::window::{PlaneWindows, WindowKey, most_rows, rows_window};
 use super::{PARAMETERS, WindowedCall};
 use crate::device::GpuDevice;
 use crate::kernels::angles::{RopeRows, pairs_of};
@@ -28,9 +28,23 @@ const WORDS: usize = 1 << 20;
 pub(crate) fn attend_mass(queue: &Queue, mass: &AttendMass) -> Result<Vec<Dispatch>> {
     let (device, op) = (queue.device(), &mass.attend);
     let (Some(entry), Some(lse)) = (mass.rows(), &op.lse) else { return Ok(Vec::new()) };
-    if entry.rows.is_empty() || mass.sums.is_empty() {
+    if mass.sums.is_empty() {
         return Ok(Vec::new());
     }
+    // The rows that can be bound at once.
+    let views = [Some(&op.q), mass.q_latent.as_ref(), Some(lse)].into_iter().flatten();
+    let most = views.map(|view| most_rows(device, view)).min().unwrap_or(1);
+    let mut work = Vec::new();
+    for start in entry.rows.clone().step_by(most) {
+        let rows = start..start.saturating_add(most).min(entry.rows.end);
+        work.extend(add_rows(queue, mass, lse, &AttendRows { rows, ..entry.clone() })?);
+    }
+    Ok(work)
+}
+
+/// Adds the weights of an entry with some of the rows.
+fn add_rows(queue: &Queue, mass: &AttendMass, lse: &TensorView, entry: &AttendRows) -> Result<Vec<Dispatch>> {
+    let (device, op) = (queue.device(), &mass.attend);
     // A tiling for the rows of this entry alone would need another pipeline.
     let tiling = Tiling::of(device, op, mass.q_latent.is_some())?;
     let planes = PlaneWindows::of(device, op)?;

@@ -100,7 +100,7 @@ pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     let sizes = [
         (BlockOrder::TokenMajor, 16, 32, 64, (70, 70)),
         (BlockOrder::HeadMajor, 8, 64, 32, (13, 20)),
-        (BlockOrder::TokenMajor, 48, 256, 16, (90, 9)),
+        (BlockOrder::TokenMajor, 16, 256, 16, (90, 9)),
     ];
     for (order, block_size, k_dim, v_dim, (stored, fresh)) in sizes {
         let (at, mut batch) = after_a_chunk(stored, fresh);
