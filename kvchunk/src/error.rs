@@ -10,19 +10,21 @@ use crate::replica::ReplicaId;
 pub enum Error {
     /// A part of a chunked prompt is empty, or the prompt has no chunks.
     #[error(
-        "{part} is empty; a chunked prompt needs a system prompt, chunks and a question, none of them empty"
+        "{part} is empty; a chunked prompt needs a system prompt, chunks and a question, and none of them may be empty"
     )]
     EmptyPart {
-        /// The part, such as `"system prompt"`, `"chunk 2"` or `"question"`.
+        /// The name of the part, such as `"system prompt"`, `"chunk 2"` or `"question"`.
         part: String,
     },
-    /// The separator is empty and would split the string everywhere.
+    /// The separator is empty, so it would split the string everywhere.
     #[error(
         "the separator is empty and would split the text everywhere; give it at least one character, such as ##"
     )]
     EmptySeparator,
     /// The prompt needs a position that the model does not support.
-    #[error("the prompt needs position {largest}, the model has {limit} (0..{limit}); shorten it")]
+    #[error(
+        "the prompt needs position {largest}, but the model has only {limit} positions; shorten the prompt"
+    )]
     TooLong {
         /// The largest position that the prompt needs.
         largest: i64,
@@ -45,7 +47,8 @@ pub enum Error {
     },
     /// An assembly was committed before all its pieces were ready.
     #[error(
-        "the prompt is not ready, because other requests compute {pieces} of its pieces; advance it, or drop it after an error"
+        "the prompt is not ready, because other requests are computing {pieces} of its pieces; advance it, or drop it if \
+         there is an error"
     )]
     NotReady {
         /// The number of pieces that other requests are still computing.
@@ -66,16 +69,20 @@ pub enum Error {
     },
     /// The string is not the name of a recompute strategy.
     #[error(
-        "{0:?} is not a recompute strategy; take none, link:K, blend:R[@LAYER][:keys|values|both], \
+        "{0:?} is not a recompute strategy; use none, link:K, blend:R[@LAYER][:keys|values|both], \
          question:R[@LAYER], joint:R[@LAYER][:keys|values|both], random:R[@SEED] or full; \
-         R is a share of the tokens, from 0 to 1"
+         R is a fraction of the tokens, from 0 to 1"
     )]
     UnknownStrategy(String),
     /// The string is not the name of a compute mode.
-    #[error("{0:?} is not a compute mode; take with-system, alone, sink:TOKENS or behind:DECOYS, with at least one")]
+    #[error(
+        "{0:?} is not a compute mode; use with-system, alone, sink:TOKENS or behind:DECOYS, with at least one"
+    )]
     UnknownMode(String),
     /// The compute mode needs more decoys than the prompt has.
-    #[error("behind:{needed} needs {needed} decoys, and there are {given}; give more decoys or ask for fewer")]
+    #[error(
+        "behind:{needed} needs {needed} decoys, and there are {given}; pass more decoys, or use a smaller number"
+    )]
     FewDecoys {
         /// The number of decoys that the mode needs.
         needed: u32,
@@ -84,7 +91,7 @@ pub enum Error {
     },
     /// The string is not the name of a form of sleep.
     #[error(
-        "{0:?} is not a form of sleep; take plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] or \
+        "{0:?} is not a sleep form; use plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] or \
          fp8-e5m2[:head]"
     )]
     UnknownSleepForm(String),
@@ -106,12 +113,12 @@ pub enum Error {
     #[error("tenant {0:?} is unknown; add it first")]
     UnknownTenant(String),
     /// A tenant with this tag already exists.
-    #[error("tenant {0:?} exists already; look it up by its tag, or choose another tag")]
+    #[error("tenant {0:?} already exists; look it up by its tag, or choose another tag")]
     TenantExists(String),
     /// Two tenants would have the same salt. The default tenant's salt is empty, so an empty salt is rejected
     /// too.
     #[error(
-        "tenant {tag:?} has the salt of tenant {other:?}, and the two would share chunks; give it another salt"
+        "tenant {tag:?} has the same salt as tenant {other:?}, so the two would share chunks; use a different salt"
     )]
     SharedSalt {
         /// The tag of the rejected tenant.
@@ -120,7 +127,7 @@ pub enum Error {
         other: String,
     },
     /// The cache was built without a [`SleepStore`](crate::SleepStore).
-    #[error("this chunk cache has no place to sleep; build it with one")]
+    #[error("this chunk cache has no sleep store; create it with a sleep store")]
     NoSleep,
     /// The tokens of a run do not have consecutive positions, so one segment cannot describe the run.
     #[error("token {index} of the run has position {position}; one segment cannot describe this")]
@@ -131,16 +138,16 @@ pub enum Error {
         position: i64,
     },
     /// Another rank cannot compute the prompt, for example because it has no room.
-    #[error("another rank cannot compute this prompt; its own error says why")]
+    #[error("another rank cannot compute this prompt; see the error on that rank")]
     RankFailed,
     /// A replica no longer has a chunk.
-    #[error("{replica} no longer has the chunk; ask another replica, or compute it")]
+    #[error("{replica} no longer has the chunk; ask another replica, or compute the chunk")]
     ReplicaLacks {
         /// The replica.
         replica: ReplicaId,
     },
     /// A replica cannot be reached or does not answer.
-    #[error("{replica} did not give the chunk: {reason}; ask another replica, or compute it")]
+    #[error("{replica} did not return the chunk: {reason}; ask another replica, or compute the chunk")]
     ReplicaFailed {
         /// The replica.
         replica: ReplicaId,
@@ -150,38 +157,40 @@ pub enum Error {
     /// A parcel from another replica is not the requested piece, or its layout differs from the layout of the
     /// local blocks.
     #[error(
-        "the {what} of a replica's parcel differs from that of this replica; run replicas of one model and setup"
+        "a replica's parcel and this replica differ in the {what}; run all replicas with the same model and settings"
     )]
     ReplicaDiffers {
         /// The name of the property that differs.
         what: &'static str,
     },
     /// The hash is not collision-resistant, so replicas cannot share chunks with it.
-    #[error(
-        "replicas cannot share chunks under a hash that does not resist collisions; take blake3 or sha256"
-    )]
+    #[error("replicas cannot share chunks with a hash that is not collision-resistant; use blake3 or sha256")]
     WeakHash,
     /// The pool has no room for a chunk, even if every piece without holders were evicted.
-    #[error("no room for a chunk of {blocks} blocks; give chunks more memory, or let requests end")]
+    #[error(
+        "no room for a chunk of {blocks} blocks; give chunks more memory, or wait for requests to finish"
+    )]
     NoRoomForChunk {
         /// The number of blocks that the chunk needs.
         blocks: usize,
     },
     /// Another request has been computing or moving the chunk for too long.
-    #[error("another request has been computing or moving the chunk for {limit:?}; ask again, or compute it")]
+    #[error(
+        "another request has been computing or moving the chunk for {limit:?}; try again, or compute the chunk"
+    )]
     StillBusy {
         /// The maximum time to wait.
         limit: Duration,
     },
     /// The memory for sleeping pieces is full.
     #[error(
-        "no room to sleep: {asked} bytes asked, {free} of {limit} free; give sleep more memory or a smaller \
-         form, or clear chunks"
+        "no room to put chunks to sleep: {asked} bytes needed, {free} of {limit} bytes free; raise the memory limit, use \
+         a smaller sleep form, or clear chunks"
     )]
     SleepFull {
         /// The number of bytes that were needed.
         asked: usize,
-        /// The number of free bytes.
+        /// The number of bytes that were free.
         free: usize,
         /// The budget in bytes.
         limit: usize,
@@ -190,12 +199,15 @@ pub enum Error {
     #[error("the contents of a chunk are damaged: {0}; the next request for the chunk recomputes it")]
     Damaged(String),
     /// A [`SleepStore`](crate::SleepStore) panicked while it saved or restored a chunk.
-    #[error("the store panicked: a chunk to save stays awake, and a chunk to wake is recomputed")]
+    #[error(
+        "the sleep store panicked; chunks that were being saved stay awake, and chunks that were being woken are \
+         recomputed"
+    )]
     StorePanicked,
     /// The chunk pool is in use and cannot be put to sleep.
     #[error(
         "the chunk pool is in use: {held} pieces are held, {flights} are being computed or moved, \
-         {others} blocks are held by others; let these requests end first"
+         {others} blocks are held by others; wait for these requests to finish"
     )]
     PoolInUse {
         /// The number of pieces that requests hold.
@@ -207,10 +219,10 @@ pub enum Error {
         others: usize,
     },
     /// The chunk pool is already asleep.
-    #[error("the chunk pool sleeps already; wake it before putting it to sleep again")]
+    #[error("the chunk pool is already asleep; wake it before putting it to sleep again")]
     PoolAsleep,
     /// Another thread is putting the chunk pool to sleep or waking it.
-    #[error("the chunk pool is being put to sleep or woken by another thread; ask again")]
+    #[error("another thread is putting the chunk pool to sleep or waking it; try again")]
     PoolMoving,
     /// An error from `kvcore`.
     #[error(transparent)]

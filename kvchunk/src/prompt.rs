@@ -10,8 +10,8 @@ pub const DEFAULT_SEPARATOR: &str = "##";
 
 /// The token IDs of a chunked prompt: system prompt, chunks and question.
 ///
-/// The separator does not belong to a part and has no position. Each part is tokenised separately, because
-/// tokenizers would otherwise merge tokens across boundaries.
+/// The separator does not belong to any part and has no position. Each part is tokenised separately, because
+/// a tokenizer would otherwise merge characters across the boundaries into one token.
 ///
 /// ```
 /// use kvchunk::ChunkedPrompt;
@@ -62,22 +62,28 @@ impl ChunkedPrompt {
         }
     }
 
-    /// Returns the tokens of the decoys that a chunk sees in `mode`, in order.
+    /// Returns the tokens of each decoy, in order.
+    pub fn decoys(&self) -> &Arc<[Vec<u32>]> {
+        &self.decoys
+    }
+
+    /// Returns the tokens of each decoy that chunks see in `mode`, in order.
     ///
     /// # Errors
     /// Returns [`Error::FewDecoys`] if the prompt has fewer decoys than the mode needs.
-    pub fn decoys(&self, mode: ComputeMode) -> Result<&[Vec<u32>]> {
+    pub fn decoys_in(&self, mode: ComputeMode) -> Result<&[Vec<u32>]> {
         let ComputeMode::Behind(needed) = mode else { return Ok(&[]) };
         let few = || Error::FewDecoys { needed, given: self.decoys.len() };
         self.decoys.get(..needed as usize).ok_or_else(few)
     }
 
-    /// Returns the system prompt's tokens and the decoys that a chunk sees in `mode`, in order.
+    /// Returns the tokens of the system prompt, followed by the tokens of the decoys that chunks see in
+    /// `mode`.
     ///
     /// # Errors
-    /// Returns the errors of [`decoys`](Self::decoys).
+    /// Returns the errors of [`decoys_in`](Self::decoys_in).
     pub(crate) fn before(&self, mode: ComputeMode) -> Result<Vec<u32>> {
-        Ok(self.system.iter().chain(self.decoys(mode)?.iter().flatten()).copied().collect())
+        Ok(self.system.iter().chain(self.decoys_in(mode)?.iter().flatten()).copied().collect())
     }
 
     /// Returns the tokens of the system prompt.
@@ -100,7 +106,7 @@ impl ChunkedPrompt {
         self.system.len() + self.chunks.iter().map(Vec::len).sum::<usize>() + self.question.len()
     }
 
-    /// Returns all tokens in the prompt's order, for a computation without chunks.
+    /// Returns the tokens of all parts in the prompt's order, to compute the prompt as an ordinary one.
     pub fn flatten(&self) -> Vec<u32> {
         let chunks = self.chunks.iter().flatten();
         self.system.iter().chain(chunks).chain(&self.question).copied().collect()

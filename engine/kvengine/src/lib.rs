@@ -48,6 +48,7 @@ pub use config::{
 };
 pub use engine::Engine;
 pub use error::{Error, Result};
+pub use prompt::BUILT_IN_DECOYS;
 pub use request::{
     BeamSearch, FinishReason, Generation, PromptTokens, Request, Sampling, SparseDecode, TokenLogprobs,
 };

@@ -279,12 +279,13 @@ impl BeamSearch {
         let reason = match request {
             _ if self.width == 0 => "the width must be at least 1",
             _ if !self.length_penalty.is_finite() => "the length penalty must be a finite number",
-            _ if request.samples > self.width => "there are fewer beams than answers to give",
+            _ if request.samples > self.width => "there are fewer beams than requested answers",
             _ if !plain || !request.logit_bias.is_empty() => {
-                "beams take the likeliest tokens: leave temperature, top-k, top-p, min-p, penalties and biases as they are"
+                "beams use the most likely tokens; leave temperature, top-k, top-p, min-p, penalties and biases at their \
+                 defaults"
             }
             _ if request.logprobs.is_some() || request.keep_logits => {
-                "beams keep no logits and log-probabilities of tokens"
+                "beam search cannot keep logits or log-probabilities of tokens"
             }
             _ => return Ok(()),
         };
@@ -321,13 +322,13 @@ impl SparseDecode {
         // The first block, the last ones, and at least one to choose.
         if self.pages < 1 + Self::LAST + 1 {
             return Err(Error::Pages(
-                "take at least 4 blocks: the first one, the last two, and one that is chosen",
+                "use at least 4 blocks: the first block, the last two blocks and one chosen block",
             ));
         }
         match widest_window {
-            Some(_) => {
-                Err(Error::Pages("all layers of this model have a window, and see few tokens already"))
-            }
+            Some(_) => Err(Error::Pages(
+                "all layers of this model have a sliding window, so they see few tokens already",
+            )),
             None => Ok(()),
         }
     }

@@ -26,7 +26,7 @@ pub enum Error {
     #[error("config: {0}")]
     Config(String),
     /// A GGUF file contradicts itself or needs an unsupported feature.
-    #[error("{path} is no GGUF file that can be read: {reason}")]
+    #[error("{path} is not a readable GGUF file: {reason}")]
     Gguf {
         /// The path of the file.
         path: PathBuf,
@@ -59,11 +59,11 @@ pub enum Error {
     #[error("messages: {0}")]
     Messages(String),
     /// A stop string is empty, which would end every answer before its first token.
-    #[error("a stop string is empty and would end every answer at once; leave it out")]
+    #[error("a stop string is empty and would end every answer immediately; remove it")]
     EmptyStop,
     /// The model has no embedding for a token ID.
     #[error(
-        "token id {token} is outside the vocabulary of {vocabulary}; encode the prompt with the tokenizer of this model"
+        "token ID {token} is outside the vocabulary of {vocabulary} tokens; encode the prompt with this model's tokenizer"
     )]
     TokenOutOfVocabulary {
         /// The token ID.
@@ -75,7 +75,9 @@ pub enum Error {
     #[error("the prompt is empty; give it at least one token")]
     EmptyPrompt,
     /// The observer stopped the request.
-    #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
+    #[error(
+        "the request was stopped by its observer, and its memory was released; send it again to get an answer"
+    )]
     Cancelled,
     /// The library that runs the dense steps failed to compute a step, for example because memory ran out,
     /// the device failed, or shapes do not match.
@@ -87,7 +89,7 @@ pub enum Error {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Queries of latent attention were given to the border of a model without latent attention.
-    #[error("latent queries have no buffer at this border; create it with `latent` set in its BorderExtents")]
+    #[error("latent queries have no buffer here; set `latent` in the BorderExtents")]
     NoLatentQueries,
     /// An error of `kvcore`.
     #[error(transparent)]
@@ -125,11 +127,12 @@ pub enum WeightProblem {
     Missing,
     /// The element type is not supported.
     #[error(
-        "has element type {0} (F32, F16 and BF16 are read); convert the model to one of them, or take it as a GGUF file"
+        "has the unsupported element type {0} (supported: F32, F16 and BF16); convert the model to a supported type, or \
+         use a GGUF file"
     )]
     Type(String),
     /// The tensor does not have the shape that the config asks for.
-    #[error("has shape {got:?}, the config asks for {expected:?}")]
+    #[error("has shape {got:?}, but the config requires {expected:?}")]
     Shape {
         /// The shape that the config asks for.
         expected: Vec<usize>,
@@ -137,7 +140,7 @@ pub enum WeightProblem {
         got: Vec<usize>,
     },
     /// The tensor does not have the number of axes that its use needs.
-    #[error("has {got} axes, its use asks for {expected}")]
+    #[error("has {got} axes, but {expected} are required")]
     Rank {
         /// The number of axes that the tensor's use needs.
         expected: usize,
@@ -145,7 +148,7 @@ pub enum WeightProblem {
         got: usize,
     },
     /// A row does not consist of whole blocks.
-    #[error("has rows of {width} elements, which are no whole blocks of {block}")]
+    #[error("has rows of {width} elements, which is not a multiple of the block size {block}")]
     Blocks {
         /// The number of elements per row.
         width: usize,
@@ -153,7 +156,7 @@ pub enum WeightProblem {
         block: usize,
     },
     /// The number of bytes does not match the type and shape.
-    #[error("has {got} bytes, its type and shape ask for {expected}")]
+    #[error("has {got} bytes, but its type and shape require {expected}")]
     Length {
         /// The number of bytes that the type and shape need; `usize::MAX` if that number exceeds the
         /// address space.

@@ -159,7 +159,7 @@ fn shards(text: &str) -> Result<BTreeMap<String, String>> {
     let map = index.get("weight_map").and_then(|map| map.as_object()).ok_or_else(|| bad("no weight_map"))?;
     let mut shards = BTreeMap::new();
     for (tensor, name) in map {
-        let name = name.as_str().ok_or_else(|| bad("a shard's name is no string"))?;
+        let name = name.as_str().ok_or_else(|| bad("a shard's name is not a string"))?;
         if Path::new(name).components().count() != 1 {
             return Err(bad(&format!("shard {name:?} is not a plain file name")));
         }
@@ -194,7 +194,7 @@ impl FileReader<'_> {
     fn bytes(&mut self, len: u64, progress: &mut dyn FnMut(usize)) -> Result<SharedBytes> {
         let end = usize::try_from(len).ok().and_then(|len| self.at.checked_add(len));
         let Some(bytes) = end.and_then(|end| self.file.part(self.at..end)) else {
-            let reason = format!("{len} bytes are expected where {} are left", self.left());
+            let reason = format!("{len} bytes are expected, but only {} are left", self.left());
             return Err(not_safetensors(reason));
         };
         for part in bytes.chunks(PART) {
@@ -214,7 +214,8 @@ impl FileReader<'_> {
         // Checks that tensors have as many bytes as their shapes need, and follow one another without gaps.
         let metadata: Metadata = serde_json::from_slice(&text).map_err(not_safetensors)?;
         if self.left() > metadata.data_len() {
-            let reason = format!("{} bytes of tensors, {} in the file", metadata.data_len(), self.left());
+            let reason =
+                format!("the tensors take {} bytes, but the file has {}", metadata.data_len(), self.left());
             return Err(not_safetensors(reason));
         }
         let mut tensors = BTreeMap::new();
@@ -276,12 +277,12 @@ mod tests {
         for got in [0, 7] {
             let error = Weights::from_bytes(&good[..good.len() - 8 + got]).unwrap_err().to_string();
             assert!(
-                error.ends_with(&format!("file: a has {got} bytes, its type and shape ask for 8")),
+                error.ends_with(&format!("file: a has {got} bytes, but its type and shape require 8")),
                 "{error}"
             );
         }
         let long = [&good[..], &[0]].concat();
-        assert!(Weights::from_bytes(&long).unwrap_err().to_string().contains("9 in the file"));
+        assert!(Weights::from_bytes(&long).unwrap_err().to_string().contains("but the file has 9"));
         let lying = String::from_utf8_lossy(&good[8..]).replace("[2]", "[9]");
         let lying = [&good[..8], lying.as_bytes()].concat();
         assert!(Weights::from_bytes(&lying).is_err());

@@ -142,10 +142,10 @@ impl AssembledPrompt {
         selection: &TokenSelection,
         pool: &BlockPool,
     ) -> Result<Recomputation> {
-        let (segments, anew, own) = self.rewritten(prompt, selection, pool)?;
+        let (segments, recomputation, own) = self.rewritten(prompt, selection, pool)?;
         self.segments = segments;
         self.private.push(own);
-        Ok(anew)
+        Ok(recomputation)
     }
 
     /// Allocates the request's own blocks for the selected tokens. Returns the segments that use these
@@ -187,8 +187,8 @@ impl AssembledPrompt {
             let mut blocks = segment.blocks.to_vec();
             for (&block, &target) in touched.iter().zip(&mut fresh) {
                 let held = block_size.min(segment.len - block * block_size);
-                let anew = tokens.iter().filter(|&&token| token as usize / block_size == block).count();
-                if anew < held {
+                let recomputed = tokens.iter().filter(|&&token| token as usize / block_size == block).count();
+                if recomputed < held {
                     copies.push((blocks[block], target));
                 }
                 blocks[block] = target;

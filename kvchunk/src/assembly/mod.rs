@@ -61,8 +61,8 @@ pub struct Assembler<'a> {
     /// all ranks or on none.
     pub ranks: Option<&'a dyn RankAgreement>,
     /// The link to other replicas. A missing piece is fetched from a replica that has it, and computed only
-    /// if no replica supplies it. Pieces are fetched one by one, and other requests that need them wait for
-    /// this request. A local hit takes precedence over a hit in a replica, even if the local hit is
+    /// if no replica supplies it. Pieces are fetched one by one, and other requests that need the same pieces
+    /// wait for this request. A local hit takes precedence over a hit in a replica, even if the local hit is
     /// approximate. If [`ranks`](Self::ranks) is set, replicas are not asked.
     pub replicas: Option<&'a ReplicaLink>,
 }
@@ -72,8 +72,8 @@ pub struct Assembler<'a> {
 pub struct ChunkReport {
     /// The number of tokens in the chunk.
     pub tokens: usize,
-    /// Whether the whole chunk was found in the cache, or is computed anyway for an earlier chunk of the same
-    /// prompt.
+    /// Whether the whole chunk was found in the cache, or its pieces are already being computed for an
+    /// earlier chunk of the same prompt.
     pub hit: bool,
     /// Whether the chunk's bytes are exactly what its hash describes; see [`PieceHold::is_exact`].
     pub exact: bool,
@@ -87,9 +87,9 @@ pub struct ChunkReport {
 #[derive(Debug, Clone)]
 enum PieceSource {
     Cached(PieceHold),
-    /// To be computed into the chunk pool; holds an index into [`Assembly::reserved`].
+    /// The piece is to be computed into the chunk pool. Contains an index into [`Assembly::reserved`].
     Reserved(usize),
-    /// Computed for this request only.
+    /// The piece is computed only for this request.
     Private,
 }
 
@@ -121,7 +121,8 @@ struct OwnPiece {
 #[derive(Debug)]
 struct PromptChunk {
     place: ChunkPlace,
-    /// The chunk's first pieces. They are complete once [`tokens`](Self::tokens) is the chunk's length.
+    /// The chunk's first pieces, as far as they have blocks. All pieces have blocks once
+    /// [`tokens`](Self::tokens) is the chunk's length.
     pieces: Vec<PromptPiece>,
     /// The number of tokens in [`pieces`](Self::pieces).
     tokens: usize,
@@ -145,9 +146,9 @@ impl PromptChunk {
 enum SystemPart {
     /// Not looked up yet, or being computed by another request.
     Missing,
-    /// Partly found. Blocks are allocated for the missing part.
+    /// Found in part. Blocks have been allocated for the missing part.
     Filling(Box<SystemFill>),
-    /// Computed. Other requests can find it.
+    /// Complete. Other requests can find it.
     Sealed(SealedPrefix),
 }
 
@@ -161,7 +162,8 @@ impl SystemPart {
         }
     }
 
-    /// Declares that the prefix has been computed. Returns the flight that other requests wait for.
+    /// Stores the prefix, whose missing part must have been computed. Returns the flight that other requests
+    /// wait for, if there is one.
     fn store(&mut self) -> Result<Option<SystemFlight>> {
         Ok(match std::mem::replace(self, Self::Missing) {
             Self::Filling(fill) => {
@@ -184,7 +186,8 @@ pub struct Assembly {
     block_size: usize,
     mode: ComputeMode,
     system: SystemPart,
-    /// The system prompt and the decoys, which missing pieces see. Looked up only if a piece is missing.
+    /// The system prompt followed by the decoys that missing pieces see. Looked up only if a piece is
+    /// missing.
     decoys: SystemPart,
     /// The number of tokens in the decoys.
     decoy_tokens: usize,
@@ -258,7 +261,7 @@ impl Assembler<'_> {
             chunks: plan.chunks.iter().map(chunk).collect(),
             system: SystemPart::Missing,
             decoys: SystemPart::Missing,
-            decoy_tokens: prompt.decoys(self.cell.mode)?.iter().map(Vec::len).sum(),
+            decoy_tokens: prompt.decoys_in(self.cell.mode)?.iter().map(Vec::len).sum(),
             own: HashMap::new(),
             reserved: Vec::new(),
             private: Vec::new(),
@@ -290,18 +293,18 @@ impl Assembly {
         }
     }
 
-    /// Returns whether every piece is cached or in the inputs. If so, the question may be computed in the
-    /// same batch, followed by [`commit`](Self::commit). Otherwise another request is computing a piece of
-    /// this prompt: compute the inputs, and call [`try_advance`](Self::try_advance) or
-    /// [`advance`](Self::advance).
+    /// Returns whether every part of the prompt is cached or in the inputs. If so, compute the inputs,
+    /// optionally with the question in the same batch, and call [`commit`](Self::commit). Otherwise, another
+    /// request is computing a part of this prompt: compute the inputs, and call
+    /// [`try_advance`](Self::try_advance) or [`advance`](Self::advance).
     pub fn is_ready(&self) -> bool {
         // After a failed lookup there are no segments.
         self.waiting.is_empty() && !self.segments.is_empty()
     }
 
-    /// Returns the inputs to compute now, in one batch: the missing part of the system prompt, and every
-    /// missing piece. Pieces may see blocks that the same batch fills. This is safe because all keys of a
-    /// layer are written before the layer's attention reads them.
+    /// Returns the inputs to compute now, in one batch: the missing part of the system prompt, and the
+    /// missing pieces that no other request is computing. Pieces may see blocks that the same batch fills.
+    /// This is safe because all keys of a layer are written before the layer's attention reads them.
     pub fn inputs(&self) -> &[SequenceInput] {
         &self.inputs
     }
@@ -426,11 +429,11 @@ impl Assembly {
         Ok(())
     }
 
-    /// Declares that all inputs have been computed. After this call, other requests can find the pieces and
-    /// the system prompt.
+    /// Stores the pieces and the system prompt, so that other requests can find them. All inputs must have
+    /// been computed.
     ///
     /// # Errors
-    /// Returns [`crate::Error::NotReady`] if the assembly is still waiting for other requests.
+    /// Returns [`crate::Error::NotReady`] if the assembly is not [ready](Self::is_ready).
     pub fn commit(mut self) -> Result<AssembledPrompt> {
         if !self.is_ready() {
             return Err(crate::Error::NotReady { pieces: self.waiting.len() });

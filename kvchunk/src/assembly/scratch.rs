@@ -36,7 +36,7 @@ impl AssembledPrompt {
         let every =
             |span: &ChunkSpan| if span.is_full { Vec::new() } else { (0..span.tokens as u32).collect() };
         let all = TokenSelection::new(self.chunks().iter().map(every));
-        let (segments, anew, blocks) = self.rewritten(prompt, &all, pool)?;
+        let (segments, recomputation, blocks) = self.rewritten(prompt, &all, pool)?;
         let parts = self.places().iter().zip(&self.segments()[1..]);
         let parts = parts.filter(|((chunk, _), _)| !self.chunks()[*chunk].is_full);
         let stored =
@@ -44,7 +44,7 @@ impl AssembledPrompt {
         Ok(ScratchBlocks {
             stored: stored.collect::<Result<_, _>>()?,
             places: parts.map(|(place, _)| *place).collect(),
-            inputs: anew.inputs,
+            inputs: recomputation.inputs,
             segments,
             blocks,
         })

@@ -188,9 +188,9 @@ impl Serialize for ChunkCacheMetrics {
 }
 
 const NUMBERS: [NumberColumn<ChunkCacheMetrics>; 19] = [
-    ("kvchunk_hits", MetricKind::Counter, "Pieces found", |m| m.hit_count as f64),
-    ("kvchunk_misses", MetricKind::Counter, "Pieces not found", |m| m.miss_count as f64),
-    ("kvchunk_approximate_hits", MetricKind::Counter, "Hits without a bound on their error", |m| {
+    ("kvchunk_hits", MetricKind::Counter, "Pieces found in the cache", |m| m.hit_count as f64),
+    ("kvchunk_misses", MetricKind::Counter, "Pieces not found in the cache", |m| m.miss_count as f64),
+    ("kvchunk_approximate_hits", MetricKind::Counter, "Hits whose error is unbounded", |m| {
         m.approximate_hits as f64
     }),
     ("kvchunk_shared_flights", MetricKind::Counter, "Lookups that waited for another request", |m| {
@@ -198,32 +198,46 @@ const NUMBERS: [NumberColumn<ChunkCacheMetrics>; 19] = [
     }),
     ("kvchunk_insertions", MetricKind::Counter, "Pieces stored", |m| m.insertions as f64),
     ("kvchunk_evictions", MetricKind::Counter, "Pieces evicted", |m| m.evictions as f64),
-    ("kvchunk_uncached", MetricKind::Counter, "Pieces that found no room", |m| m.uncached as f64),
-    ("kvchunk_fetched", MetricKind::Counter, "Pieces that came from another replica", |m| m.fetched as f64),
-    ("kvchunk_fetch_failures", MetricKind::Counter, "Replicas that did not give what they were asked", |m| {
+    (
+        "kvchunk_uncached",
+        MetricKind::Counter,
+        "Pieces computed for only one request, because nothing could be \
+         evicted",
+        |m| m.uncached as f64,
+    ),
+    ("kvchunk_fetched", MetricKind::Counter, "Pieces fetched from another replica", |m| m.fetched as f64),
+    ("kvchunk_fetch_failures", MetricKind::Counter, "Failed requests to other replicas", |m| {
         m.fetch_failures as f64
     }),
     ("kvchunk_slept", MetricKind::Counter, "Pieces put to sleep", |m| m.slept as f64),
     ("kvchunk_woken", MetricKind::Counter, "Pieces woken", |m| m.woken as f64),
     ("kvchunk_lost", MetricKind::Counter, "Sleeping pieces that could not be read back", |m| m.lost as f64),
-    ("kvchunk_reused_tokens", MetricKind::Counter, "Tokens of pieces found", |m| m.tokens_reused as f64),
-    ("kvchunk_computed_tokens", MetricKind::Counter, "Tokens of pieces computed", |m| {
+    (
+        "kvchunk_reused_tokens",
+        MetricKind::Counter,
+        "Tokens in pieces that were found in the \
+         cache",
+        |m| m.tokens_reused as f64,
+    ),
+    ("kvchunk_computed_tokens", MetricKind::Counter, "Tokens in pieces that were computed", |m| {
         m.tokens_computed as f64
     }),
-    ("kvchunk_chunks", MetricKind::Gauge, "Pieces held", |m| m.cached_chunks as f64),
-    ("kvchunk_sleeping_chunks", MetricKind::Gauge, "Pieces that sleep", |m| m.sleeping_chunks as f64),
-    ("kvchunk_sleeping_bytes", MetricKind::Gauge, "Bytes that sleeping pieces take", |m| {
+    ("kvchunk_chunks", MetricKind::Gauge, "Pieces in the cache", |m| m.cached_chunks as f64),
+    ("kvchunk_sleeping_chunks", MetricKind::Gauge, "Sleeping pieces", |m| m.sleeping_chunks as f64),
+    ("kvchunk_sleeping_bytes", MetricKind::Gauge, "Memory used by sleeping pieces, in bytes", |m| {
         m.sleeping_bytes as f64
     }),
-    ("kvchunk_size_blocks", MetricKind::Gauge, "Blocks for chunks", |m| m.total_blocks as f64),
-    ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks of chunks", |m| m.used_blocks as f64),
+    ("kvchunk_size_blocks", MetricKind::Gauge, "Blocks in the chunk pool", |m| m.total_blocks as f64),
+    ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks in the chunk pool that chunks use", |m| {
+        m.used_blocks as f64
+    }),
 ];
 
 const TIMES: [LatencyColumn<ChunkCacheMetrics>; 4] = [
-    ("kvchunk_lookup_seconds", "How long lookups took", |m| &m.lookups),
-    ("kvchunk_wake_seconds", "How long waking a piece took", |m| &m.wakes),
-    ("kvchunk_reindex_seconds", "How long placing a piece took", |m| &m.reindexes),
-    ("kvchunk_compute_seconds", "From reserving a piece to storing it", |m| &m.computes),
+    ("kvchunk_lookup_seconds", "Time per lookup", |m| &m.lookups),
+    ("kvchunk_wake_seconds", "Time to wake a piece", |m| &m.wakes),
+    ("kvchunk_reindex_seconds", "Time to place a piece at a position", |m| &m.reindexes),
+    ("kvchunk_compute_seconds", "Time from reserving a piece to storing it", |m| &m.computes),
 ];
 
 fn ratio(part: f64, whole: f64) -> f64 {

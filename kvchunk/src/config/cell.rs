@@ -161,13 +161,12 @@ impl ReuseCell {
     /// Returns the exactness of reuse in this cell.
     pub fn exactness(self) -> Exactness {
         match (self.mode, self.strategy) {
-            (ComputeMode::WithSystem | ComputeMode::Behind(_), PositionStrategy::Sequential) => {
-                Exactness::TwoPhase
-            }
-            // The chunk is used at a different distance from the first tokens than it was computed at.
-            (ComputeMode::Sink(_), PositionStrategy::Sequential | PositionStrategy::Overlapped) => {
-                Exactness::TwoPhase
-            }
+            // The chunk is used at a different distance from the tokens that it saw than it was computed at.
+            (
+                ComputeMode::WithSystem | ComputeMode::Behind(_) | ComputeMode::Sink(_),
+                PositionStrategy::Sequential,
+            )
+            | (ComputeMode::Sink(_), PositionStrategy::Overlapped) => Exactness::TwoPhase,
             _ => Exactness::Exact,
         }
     }

@@ -25,10 +25,10 @@ pub enum MetricKind {
 /// ```
 /// use kvchunk::metrics::{Exposition, MetricKind};
 /// let mut text = Exposition::default();
-/// text.family("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of a pool")
+/// text.family("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks in a pool")
 ///     .sample(&[("pool", "main")], 256.0)
 ///     .sample(&[("pool", "a \"b\" \\")], 16.0);
-/// assert_eq!(text.to_string(), r#"# HELP kvcore_pool_size_blocks Blocks of a pool.
+/// assert_eq!(text.to_string(), r#"# HELP kvcore_pool_size_blocks Blocks in a pool.
 /// ## TYPE kvcore_pool_size_blocks gauge
 /// kvcore_pool_size_blocks{pool="main"} 256.0
 /// kvcore_pool_size_blocks{pool="a \"b\" \\"} 16.0

@@ -43,14 +43,16 @@ impl PositionPlan {
     /// applies to the highest position, not to the number of tokens.
     pub fn new(prompt: &ChunkedPrompt, cell: ReuseCell, max_positions: usize) -> Result<Self> {
         let system = prompt.system().len();
-        let decoys: usize = prompt.decoys(cell.mode)?.iter().map(Vec::len).sum();
+        // Decision: docs/decisions/chunks.md#decoys-keep-their-positions
+        // Decoys keep their positions, although the question does not see them. A chunk thus keeps its distance
+        // to everything that it has seen.
+        let decoys: usize = prompt.decoys_in(cell.mode)?.iter().map(Vec::len).sum();
         let mut chunks = Vec::with_capacity(prompt.chunks().len());
-        let hole = if std::env::var_os("KV_HOLE").is_some() { decoys } else { 0 };
         let (mut logical, mut longest) = (system, 0);
         for tokens in prompt.chunks() {
             let used_start = match cell.strategy {
-                PositionStrategy::Overlapped => (system + hole) as i64,
-                PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + hole) as i64,
+                PositionStrategy::Overlapped => (system + decoys) as i64,
+                PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + decoys) as i64,
             };
             let stored_start = match (cell.strategy, cell.mode) {
                 (PositionStrategy::Absolute, _) => used_start,
@@ -61,8 +63,8 @@ impl PositionPlan {
             longest = longest.max(tokens.len());
         }
         let question_position = match cell.strategy {
-            PositionStrategy::Overlapped => (system + hole + longest) as i64,
-            PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + hole) as i64,
+            PositionStrategy::Overlapped => (system + decoys + longest) as i64,
+            PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + decoys) as i64,
         };
         let plan = Self { chunks, question_logical: logical, question_position };
         plan.check(prompt, max_positions)?;
@@ -120,6 +122,24 @@ mod tests {
             );
             assert_eq!(plan.question_position, 16);
         }
+    }
+
+    #[test]
+    fn decoys_keep_their_positions_and_take_no_place_in_the_order() {
+        let prompt = prompt().with_decoys([vec![4; 6], vec![5; 2], vec![6; 9]].into()).unwrap();
+        let plan = |strategy| {
+            let plan = PositionPlan::new(&prompt, ReuseCell { mode: ComputeMode::Behind(2), strategy }, 100)
+                .unwrap();
+            let places =
+                plan.chunks.iter().map(|c| (c.logical_start, c.stored_start, c.used_start)).collect();
+            let places: Vec<(usize, i64, i64)> = places;
+            (places, plan.question_logical, plan.question_position)
+        };
+        assert_eq!(plan(PositionStrategy::Overlapped), (vec![(3, 11, 11), (8, 11, 11)], 16, 19));
+        assert_eq!(plan(PositionStrategy::Sequential), (vec![(3, 11, 11), (8, 11, 16)], 16, 24));
+        assert_eq!(plan(PositionStrategy::Absolute), (vec![(3, 11, 11), (8, 16, 16)], 16, 24));
+        let cell = ReuseCell { mode: ComputeMode::Behind(4), strategy: PositionStrategy::Overlapped };
+        assert_eq!(PositionPlan::new(&prompt, cell, 100), Err(Error::FewDecoys { needed: 4, given: 3 }));
     }
 
     #[test]

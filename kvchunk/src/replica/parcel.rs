@@ -68,7 +68,7 @@ impl ChunkParcel {
         if digest(&self.tokens, &self.buffers) == self.digest {
             Ok(())
         } else {
-            Err(Error::Damaged("its digest is another one than where it was sent".to_owned()))
+            Err(Error::Damaged("its digest differs from the sender's".to_owned()))
         }
     }
 }

@@ -60,10 +60,12 @@ impl HostStore {
         let refused = |format, reason: &str| CoreError::InvalidFormat { format, reason: reason.to_owned() };
         let stored = device.layout().shape().format;
         if stored.is_quantized() {
-            return Err(refused(stored, "the arena is quantised already").into());
+            return Err(refused(stored, "the arena is already quantised").into());
         }
         if !format.is_quantized() {
-            return Err(refused(format, "it is no quantised format; sleep plain instead").into());
+            return Err(
+                refused(format, "it is not a quantised format; use the plain sleep form instead").into()
+            );
         }
         let capabilities = backend.capabilities();
         let lacks = |kernel| capabilities.missing.contains(&kernel);
@@ -165,7 +167,9 @@ impl Sleeping for HostPiece {
         let pairs = blocks.write_pairs(pairs)?;
         let src = self.scaled.clone().unwrap_or_else(|| store.host.clone());
         if store.digest(&src, self.blocks.ids())? != self.digest {
-            return Err(Error::Damaged("its digest is another one than when it was saved".to_owned()));
+            return Err(Error::Damaged(
+                "its digest differs from the one computed when it was saved".to_owned(),
+            ));
         }
         let dst = store.device.clone();
         if self.is_exact() {

@@ -41,9 +41,12 @@ impl fmt::Display for NotWoken {
             Self::NoRoom => {
                 f.write_str("the chunk pool has no room, even after evicting all chunks without holders")
             }
-            Self::PoolAsleep => f.write_str("the whole chunk pool sleeps; wake it first"),
+            Self::PoolAsleep => f.write_str("the whole chunk pool is asleep; wake it first"),
             Self::Moving { limit } => {
-                write!(f, "another thread still moves it after {limit:?}; ask again, or raise max_wait_ms")
+                write!(
+                    f,
+                    "another thread is still moving it after {limit:?}; try again, or raise max_wait_ms"
+                )
             }
             Self::Lost(error) => write!(f, "it could not be read back and is gone: {error}"),
         }

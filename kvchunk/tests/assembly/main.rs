@@ -100,7 +100,7 @@ fn without_chunks_the_system_prompt_is_cached_all_the_same() {
     assert_eq!(tokens_of(&first), [5, 7]);
     drop(first.commit().unwrap());
     let second = without(true).assemble(&prompt(&[2])).unwrap();
-    assert_eq!((tokens_of(&second), second.reused_tokens()), (vec![7], 5), "its chunk is computed anew");
+    assert_eq!((tokens_of(&second), second.reused_tokens()), (vec![7], 5), "its chunk is computed again");
     drop(second);
     let third = without(false).assemble(&prompt(&[2])).unwrap();
     assert_eq!(tokens_of(&third), [5, 7], "each has a switch of its own");

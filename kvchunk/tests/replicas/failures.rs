@@ -35,7 +35,7 @@ fn differs(what: &'static str) -> Error {
 }
 
 fn damaged() -> Error {
-    Error::Damaged("its digest is another one than where it was sent".to_owned())
+    Error::Damaged("its digest differs from the sender's".to_owned())
 }
 
 /// Returns all the failures, each with the expected error.

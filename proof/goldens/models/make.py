@@ -307,15 +307,15 @@ def blends(name, model, parts, single):
         # The first chunk saw the system prompt, so it already matches full attention.
         candidates = list(range(first if "with_system" in cell else system, context))
         for layer in BLENDS[name]:
-            anew = chosen(fresh, stored, layer, candidates, context - system, SHARE)
-            kept = [token for token in range(system, context) if token not in anew]
+            recomputed = chosen(fresh, stored, layer, candidates, context - system, SHARE)
+            kept = [token for token in range(system, context) if token not in recomputed]
             cache = Blended(stored, kept, layer)
             asked = logits(model, flat, positions, causal, cache=cache)[context:]
             cache.settle()
             following, all_seen = positions[-1] + 1, torch.ones(1, len(flat) + 1, dtype=torch.bool)
             more = logits(model, [asked[-1].argmax().item()], [following], all_seen, positions + [following], cache)
             out[f"blend.{cell}.{layer}"], out[f"blend_next.{cell}.{layer}"] = asked, more
-            out[f"blend_chosen.{cell}.{layer}"] = torch.tensor([t - system for t in anew], dtype=torch.int32)
+            out[f"blend_chosen.{cell}.{layer}"] = torch.tensor([t - system for t in recomputed], dtype=torch.int32)
     return out
 
 

@@ -3,8 +3,10 @@
 
 mod blend;
 mod context;
+mod decoys;
 mod inquire;
 mod parts;
 mod text;
 
+pub use decoys::BUILT_IN_DECOYS;
 pub(crate) use parts::LivePrompt;

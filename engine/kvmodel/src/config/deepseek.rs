@@ -73,7 +73,8 @@ impl LatentConfig {
         let heads = |name: &str| json.get(name).and_then(Value::as_u64);
         match (heads("num_attention_heads"), heads("num_key_value_heads")) {
             (Some(queries), Some(keys)) if queries != keys => bad(format!(
-                "num_key_value_heads {keys} is not num_attention_heads {queries}: latent attention expands to as many"
+                "num_key_value_heads {keys} differs from num_attention_heads {queries}; they must be equal for latent \
+                 attention"
             )),
             _ => Ok(latent),
         }
@@ -91,14 +92,14 @@ impl ExpertsConfig {
         for (name, known) in [("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")] {
             match json.get(name).and_then(Value::as_str) {
                 Some(other) if other != known => {
-                    return bad(format!("{name} {other:?} is not supported ({known} is)"));
+                    return bad(format!("{name} {other:?} is not supported (only {known} is)"));
                 }
                 _ => {}
             }
         }
         match json.get("moe_layer_freq") {
             Some(every) if every.as_u64().is_some_and(|every| every != 1) => {
-                return bad(format!("moe_layer_freq {every} is not supported (1 is)"));
+                return bad(format!("moe_layer_freq {every} is not supported (only 1 is)"));
             }
             _ => {}
         }
@@ -119,7 +120,10 @@ impl ExpertsConfig {
             return bad(format!("n_shared_experts {shared} of {intermediate_size} overflow"));
         }
         if !routed.is_multiple_of(groups) || routed / groups < 2 {
-            return bad(format!("n_routed_experts {routed} are not n_group {groups} groups of two or more"));
+            return bad(format!(
+                "n_routed_experts {routed} cannot be divided into n_group {groups} equal groups of two or \
+                 more"
+            ));
         }
         if groups_per_token > groups {
             return bad(format!("topk_group {groups_per_token} is above n_group {groups}"));
@@ -127,7 +131,7 @@ impl ExpertsConfig {
         let choice = routed / groups * groups_per_token;
         if per_token > choice {
             return bad(format!(
-                "num_experts_per_tok {per_token} is above the {choice} experts of topk_group {groups_per_token}"
+                "num_experts_per_tok {per_token} is above the {choice} experts in topk_group {groups_per_token} groups"
             ));
         }
         if !experts.scale.is_finite() {

@@ -124,11 +124,13 @@ impl ModelConfig {
     pub fn benchmark(layers: usize, hidden_size: usize) -> Result<Self> {
         const HEAD_DIM: usize = 64;
         if layers == 0 || layers > MAX_LAYERS {
-            return Err(Error::Config(format!("{layers} layers are not in 1..={MAX_LAYERS}")));
+            return Err(Error::Config(format!(
+                "the number of layers must be 1 to {MAX_LAYERS}, not {layers}"
+            )));
         }
         if hidden_size == 0 || hidden_size > MAX_WIDTH || !hidden_size.is_multiple_of(HEAD_DIM) {
             return Err(Error::Config(format!(
-                "a width of {hidden_size} is no multiple of {HEAD_DIM} up to {MAX_WIDTH}"
+                "the width {hidden_size} must be a multiple of {HEAD_DIM}, at most {MAX_WIDTH}"
             )));
         }
         let heads = hidden_size / HEAD_DIM;
@@ -262,7 +264,7 @@ fn token_ids(value: &Value) -> Result<Vec<u32>> {
     let one = |v: &Value| {
         v.as_u64()
             .and_then(|id| u32::try_from(id).ok())
-            .ok_or(Error::Config(format!("eos_token_id {v} is no token id")))
+            .ok_or(Error::Config(format!("eos_token_id {v} is not a token ID")))
     };
     match value {
         Value::Null => Ok(Vec::new()),
@@ -275,7 +277,7 @@ impl Raw {
     /// Checks the activation function and the sizes. Returns the number of key/value heads.
     fn check(&self) -> Result<usize> {
         if let Some(act) = self.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
-            return bad(format!("hidden_act {act:?} is not supported (silu is)"));
+            return bad(format!("hidden_act {act:?} is not supported (only silu is)"));
         }
         let (heads, kv_heads) =
             (self.num_attention_heads, self.num_key_value_heads.unwrap_or(self.num_attention_heads));
@@ -297,7 +299,7 @@ impl Raw {
         }
         if !heads.is_multiple_of(kv_heads) {
             return bad(format!(
-                "num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+                "num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             ));
         }
         Ok(kv_heads)
@@ -314,7 +316,7 @@ fn family(json: &Value) -> Result<Family> {
         "deepseek_v3" => Family::DeepSeekV3,
         other => {
             return bad(format!(
-                "model_type {other:?} is not supported (llama, mistral, qwen2, qwen3 and deepseek_v3 are)"
+                "model_type {other:?} is not supported (supported: llama, mistral, qwen2, qwen3 and deepseek_v3)"
             ));
         }
     })
@@ -327,17 +329,21 @@ fn refuse_other_positions(json: &Value) -> Result<()> {
     let model_type = text("model_type");
     for name in ["alibi", "use_alibi"] {
         if json.get(name).and_then(Value::as_bool) == Some(true) {
-            return bad(format!("{name} true: ALiBi is not supported (RoPE is)"));
+            return bad(format!("{name} true: ALiBi is not supported (only RoPE is)"));
         }
     }
     match (model_type, text("position_embedding_type")) {
-        (_, "alibi") => bad("position_embedding_type \"alibi\": ALiBi is not supported (RoPE is)".to_owned()),
-        (_, kind @ ("absolute" | "learned" | "learned_absolute")) => {
-            bad(format!("position_embedding_type {kind:?}: learned positions are not supported (RoPE is)"))
+        (_, "alibi") => {
+            bad("position_embedding_type \"alibi\": ALiBi is not supported (only RoPE is)".to_owned())
         }
-        ("bloom" | "mpt", _) => bad(format!("model_type {model_type:?}: ALiBi is not supported (RoPE is)")),
+        (_, kind @ ("absolute" | "learned" | "learned_absolute")) => bad(format!(
+            "position_embedding_type {kind:?}: learned positions are not supported (only RoPE is)"
+        )),
+        ("bloom" | "mpt", _) => {
+            bad(format!("model_type {model_type:?}: ALiBi is not supported (only RoPE is)"))
+        }
         ("gpt2" | "gpt_bigcode" | "opt", _) => {
-            bad(format!("model_type {model_type:?}: learned positions are not supported (RoPE is)"))
+            bad(format!("model_type {model_type:?}: learned positions are not supported (only RoPE is)"))
         }
         _ => Ok(()),
     }

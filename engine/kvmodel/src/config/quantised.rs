@@ -20,8 +20,8 @@ pub(super) fn refuse(json: &Value) -> Result<()> {
         None => "no quant_method".to_owned(),
     };
     bad(format!(
-        "{field} has {method}: such weights are not read (f32, f16 and bf16 of safetensors, and the blocks of GGUF files are); \
-         take the model without quantisation, or as a GGUF file"
+        "{field} has {method}: such weights are not supported (supported: f32, f16 and bf16 in safetensors, and the \
+         blocks of GGUF files); use the model without quantisation, or as a GGUF file"
     ))
 }
 
@@ -37,7 +37,7 @@ mod tests {
             let error = refuse(&json!({ "quantization_config": { "quant_method": method, "bits": 4 } }));
             let error = error.unwrap_err().to_string();
             assert!(error.contains(&format!("quantization_config has quant_method {method:?}")), "{error}");
-            assert!(error.contains("bf16 of safetensors") && error.contains("as a GGUF file"), "{error}");
+            assert!(error.contains("bf16 in safetensors") && error.contains("as a GGUF file"), "{error}");
         }
         let unnamed = refuse(&json!({ "quantization_config": { "load_in_4bit": true } })).unwrap_err();
         assert!(unnamed.to_string().contains("quantization_config has no quant_method"), "{unnamed}");

@@ -136,7 +136,7 @@ impl Parameters<'_> {
     fn numbers(&self, name: &str) -> Result<Vec<f64>> {
         let list = self.of_layer.get(name).and_then(Value::as_array);
         list.and_then(|list| list.iter().map(Value::as_f64).collect())
-            .ok_or_else(|| Error::Config(format!("rope scaling lacks {name}, a list of numbers")))
+            .ok_or_else(|| Error::Config(format!("rope scaling lacks the list of numbers {name}")))
     }
 
     fn kind(&self) -> &str {
@@ -213,7 +213,8 @@ impl Parameters<'_> {
             "mrope" => return bad("rope type \"mrope\": M-RoPE of images is not supported".to_owned()),
             other => {
                 return bad(format!(
-                    "rope type {other:?} is not supported (default, linear, ntk, dynamic, llama3, yarn and longrope are)"
+                    "rope type {other:?} is not supported (supported: default, linear, ntk, dynamic, llama3, yarn and \
+                     longrope)"
                 ));
             }
         })

@@ -34,9 +34,9 @@ pub(super) fn windows(
         Family::Llama | Family::DeepSeekV3 => false,
     };
     let of_layer = |layer: usize| match (types.as_ref().map(|types| types[layer]), window) {
-        (Some(SLIDING), None) => bad(format!(
-            "layer_types[{layer}] is {SLIDING:?}, but no sliding_window is in force for {family:?}"
-        )),
+        (Some(SLIDING), None) => {
+            bad(format!("layer_types[{layer}] is {SLIDING:?}, but {family:?} has no active sliding_window"))
+        }
         (Some(SLIDING), Some(_)) => Ok((SLIDING, window)),
         (None, Some(_)) if slides(layer) => Ok((SLIDING, window)),
         _ => Ok((FULL, None)),
@@ -59,7 +59,7 @@ fn window(json: &Value, family: Family) -> Result<Option<usize>> {
         None => Ok(Some(DEFAULT_WINDOW as usize)),
         Some(Value::Null) => Ok(None),
         Some(value) => match value.as_u64() {
-            None | Some(0) => bad(format!("sliding_window {value} is no positive number")),
+            None | Some(0) => bad(format!("sliding_window {value} is not a positive number")),
             Some(window) => Ok(Some(window as usize)),
         },
     }
@@ -68,12 +68,12 @@ fn window(json: &Value, family: Family) -> Result<Option<usize>> {
 fn layer_types(json: &Value, layers: usize) -> Result<Option<Vec<&'static str>>> {
     let Some(list) = json.get("layer_types").and_then(Value::as_array) else { return Ok(None) };
     if list.len() != layers {
-        return bad(format!("layer_types has {} entries, num_hidden_layers is {layers}", list.len()));
+        return bad(format!("layer_types has {} entries, but num_hidden_layers is {layers}", list.len()));
     }
     let known = |value: &Value| {
         let found = LAYER_TYPES.into_iter().find(|name| value.as_str() == Some(name));
         found.map_or_else(
-            || bad(format!("layer type {value} is not supported ({FULL} and {SLIDING} are)")),
+            || bad(format!("layer type {value} is not supported (supported: {FULL} and {SLIDING})")),
             Ok,
         )
     };

@@ -37,12 +37,13 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     let needed = |field: &str| required(&name(field), whole(field)?);
     if !["llama", "qwen2", "qwen3"].contains(&architecture) {
         return wrong(format!(
-            "architecture {architecture:?} is not supported (llama, which mistral is stored as, qwen2 and qwen3 are)"
+            "architecture {architecture:?} is not supported (supported: llama, which mistral models are stored as, qwen2 \
+             and qwen3)"
         ));
     }
     if whole("expert_count")?.is_some_and(|experts| experts > 0) {
         return wrong(format!(
-            "{} experts of {architecture:?} are not supported",
+            "{architecture:?} with {} experts is not supported",
             whole("expert_count")?.unwrap_or(0)
         ));
     }
@@ -53,7 +54,8 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
         && rotated != head_dim
     {
         return wrong(format!(
-            "{rotated} of {head_dim} elements of a head are rotated ({architecture}.rope.dimension_count); all are supported"
+            "{rotated} of {head_dim} elements of a head are rotated ({architecture}.rope.dimension_count), but all must \
+             be"
         ));
     }
     let vocabulary = header.tensors.iter().find(|place| place.name == "token_embd.weight");
@@ -107,7 +109,10 @@ fn scaling(header: &Header, architecture: &str) -> Result<Value, GgufFailure> {
         None | Some("none") => return Ok(Value::Null),
         Some(kind @ ("linear" | "yarn")) => kind,
         Some(other) => {
-            return wrong(format!("field {:?} is {other:?} (none, linear and yarn are read)", name("type")));
+            return wrong(format!(
+                "field {:?} is {other:?} (supported: none, linear and yarn)",
+                name("type")
+            ));
         }
     };
     let factor = required(&name("factor"), header.real(&name("factor"))?)?;

@@ -67,7 +67,7 @@ impl<R: Read> FieldReader<R> {
 
     fn bytes(&mut self, count: u64, what: &str) -> Result<Vec<u8>, GgufFailure> {
         if count > self.left() {
-            return wrong(format!("{what} has {count} bytes where {} are left in the file", self.left()));
+            return wrong(format!("{what} has {count} bytes, but only {} are left in the file", self.left()));
         }
         let mut bytes = vec![0; count as usize];
         self.file.read_exact(&mut bytes).map_err(GgufFailure::Io)?;
@@ -92,11 +92,11 @@ impl<R: Read> FieldReader<R> {
     fn text(&mut self, what: &str) -> Result<String, GgufFailure> {
         let length = self.u64(what)?;
         if length > TEXT {
-            return wrong(format!("{what} is a text of {length} bytes, more than {TEXT}"));
+            return wrong(format!("{what} is a string of {length} bytes, more than {TEXT}"));
         }
         match String::from_utf8(self.bytes(length, what)?) {
             Ok(text) => Ok(text),
-            Err(error) => wrong(format!("{what} is no UTF-8: {error}")),
+            Err(error) => wrong(format!("{what} is not valid UTF-8: {error}")),
         }
     }
 
@@ -130,7 +130,7 @@ impl<R: Read> FieldReader<R> {
         // Each element takes at least one byte.
         if count > self.left() {
             return wrong(format!(
-                "{what} has {count} elements where {} bytes are left in the file",
+                "{what} has {count} elements, but only {} bytes are left in the file",
                 self.left()
             ));
         }
@@ -146,7 +146,7 @@ impl<R: Read> FieldReader<R> {
         let what = format!("tensor {name:?}");
         let axes = self.u32(&what)?;
         if axes == 0 || axes > AXES {
-            return wrong(format!("{what} has {axes} axes (1 to {AXES} are read)"));
+            return wrong(format!("{what} has {axes} axes (supported: 1 to {AXES})"));
         }
         let mut shape = Vec::new();
         for _ in 0..axes {
@@ -167,7 +167,7 @@ impl Header {
         }
         let version = reader.u32("the version")?;
         if !(2..=3).contains(&version) {
-            return wrong(format!("GGUF version {version} is not supported (2 and 3 are)"));
+            return wrong(format!("GGUF version {version} is not supported (supported: 2 and 3)"));
         }
         let (tensors, count) = (reader.u64("the number of tensors")?, reader.u64("the number of fields")?);
         let mut fields = HashMap::new();
@@ -184,15 +184,18 @@ impl Header {
         let mut header = Self { fields, tensors, alignment: ALIGNMENT, data: 0 };
         header.alignment = header.whole("general.alignment")?.unwrap_or(ALIGNMENT);
         if !header.alignment.is_power_of_two() {
-            return wrong(format!("general.alignment is {}, no power of two", header.alignment));
+            return wrong(format!("general.alignment is {}, which is not a power of two", header.alignment));
         }
         let Some(data) = reader.at.checked_next_multiple_of(header.alignment) else {
-            return wrong(format!("general.alignment is {}, far above the file", header.alignment));
+            return wrong(format!(
+                "general.alignment is {}, which is larger than the file",
+                header.alignment
+            ));
         };
         header.data = data;
         if header.whole("split.count")?.is_some_and(|parts| parts > 1) {
             return wrong(
-                "it is one part of a model in several files; join them with llama-gguf-split --merge",
+                "it is one part of a model that is split into several files; join them with llama-gguf-split --merge",
             );
         }
         Ok(header)
@@ -207,13 +210,13 @@ impl Header {
         let Some(value) = self.fields.get(name) else { return Ok(None) };
         match read(value) {
             Some(value) => Ok(Some(value)),
-            None => wrong(format!("field {name:?} is no {kind}")),
+            None => wrong(format!("field {name:?} is not a {kind}")),
         }
     }
 
     /// Returns the non-negative integer in a field, or `None` if the file lacks the field.
     pub(super) fn whole(&self, name: &str) -> Result<Option<u64>, GgufFailure> {
-        self.of_kind(name, "whole number of 0 or more", |value| match *value {
+        self.of_kind(name, "non-negative whole number", |value| match *value {
             FieldValue::Whole(n) => u64::try_from(n).ok(),
             _ => None,
         })
@@ -235,7 +238,7 @@ impl Header {
     }
 
     pub(super) fn text(&self, name: &str) -> Result<Option<&str>, GgufFailure> {
-        self.of_kind(name, "text", |value| match value {
+        self.of_kind(name, "string", |value| match value {
             FieldValue::Text(text) => Some(text.as_str()),
             _ => None,
         })
@@ -243,7 +246,7 @@ impl Header {
 
     pub(super) fn texts(&self, name: &str) -> Result<Option<Vec<&str>>, GgufFailure> {
         let text = |value: &'_ FieldValue| matches!(value, FieldValue::Text(_));
-        self.of_kind(name, "list of texts", |value| match value {
+        self.of_kind(name, "list of strings", |value| match value {
             FieldValue::List(list) if list.iter().all(text) => Some(
                 list.iter()
                     .filter_map(|value| match value {

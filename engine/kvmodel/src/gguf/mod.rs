@@ -52,12 +52,14 @@ pub(crate) fn load(
                 let name = tensors::name_in_file(&name);
                 match problem {
                     WeightProblem::Shape { expected, got } => {
-                        format!("tensor {name:?} has shape {got:?}, the fields ask for {expected:?}; {AGAIN}")
+                        format!(
+                            "tensor {name:?} has shape {got:?}, but the fields require {expected:?}; {AGAIN}"
+                        )
                     }
                     problem => format!("tensor {name:?} {problem}; {AGAIN}"),
                 }
             }
-            GgufFailure::Other(Error::Tokenizer(reason)) => format!("the tokenizer of its fields: {reason}"),
+            GgufFailure::Other(Error::Tokenizer(reason)) => format!("the tokenizer in its fields: {reason}"),
             GgufFailure::Other(error) => return error,
         };
         Error::Gguf { path: path.to_owned(), reason }

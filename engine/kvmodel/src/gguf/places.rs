@@ -49,7 +49,8 @@ fn one<'a>(header: &Header, place: &'a TensorPlace, length: usize) -> Result<Pla
     let (name, at, alignment) = (&place.name, place.offset, header.alignment);
     if !at.is_multiple_of(alignment) {
         return wrong(format!(
-            "tensor {name:?} is at {at}, no multiple of the alignment {alignment} (general.alignment, 32 without it); {AGAIN}"
+            "tensor {name:?} is at {at}, which is not a multiple of the alignment {alignment} (general.alignment; \
+             default: 32); {AGAIN}"
         ));
     }
     let dtype = type_of(place.dtype);
@@ -63,7 +64,7 @@ fn one<'a>(header: &Header, place: &'a TensorPlace, length: usize) -> Result<Pla
     match range.filter(|range| range.end <= length) {
         Some(bytes) => Ok(PlacedTensor { place, dtype, bytes }),
         None => wrong(format!(
-            "tensor {name:?} of {bytes} bytes at {at} ends after the file of {length} bytes; {AGAIN}"
+            "tensor {name:?} of {bytes} bytes at {at} extends past the end of the file of {length} bytes; {AGAIN}"
         )),
     }
 }

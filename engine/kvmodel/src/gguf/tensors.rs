@@ -90,12 +90,12 @@ fn read(placed: &PlacedTensor<'_>, name: String, file: &SharedBytes) -> Result<S
         let read: Vec<String> = StoredType::ALL.iter().map(ToString::to_string).collect();
         let (name, got) = (&place.name, place.dtype);
         return wrong(format!(
-            "tensor {name:?} has ggml's element type {got} ({} are read); take a file of one of these",
+            "tensor {name:?} has the ggml element type {got} (supported: {}); use a file with a supported type",
             read.join(", ")
         ));
     };
     let Some(contents) = file.part(placed.bytes.clone()) else {
-        return wrong(format!("tensor {:?} ends after the file; {AGAIN}", place.name));
+        return wrong(format!("tensor {:?} extends past the end of the file; {AGAIN}", place.name));
     };
     Ok(StoredWeight::new(name, dtype, &place.shape, contents)?)
 }
@@ -121,7 +121,7 @@ fn in_order(
     if rows != heads * dim {
         let (name, shape) = (&place.name, &place.shape);
         return wrong(format!(
-            "tensor {name:?} has shape {shape:?}, {heads} heads of {dim} rows are expected; {AGAIN}"
+            "tensor {name:?} has shape {shape:?}, but {heads} heads of {dim} rows are expected; {AGAIN}"
         ));
     }
     let row = stored.bytes().len() / rows;
@@ -142,7 +142,7 @@ fn add_factors(config: &mut ModelConfig, stored: &StoredWeight) -> Result<(), Gg
         if layer.rope.scaling != RopeScaling::None || factors.len() != layer.rope.rotary_dim / 2 {
             let (n, wanted) = (factors.len(), layer.rope.rotary_dim / 2);
             return wrong(format!(
-                "{n} divisors in {FACTORS:?} for {wanted} frequencies that are not scaled otherwise; {AGAIN}"
+                "{FACTORS:?} has {n} divisors, but {wanted} frequencies need one; {AGAIN}"
             ));
         }
         layer.rope.scaling = RopeScaling::LongRope {

@@ -40,8 +40,8 @@ fn pre(name: &str) -> Result<(Value, Value, bool), GgufFailure> {
         "qwen2" => (sequence([split(""), bytes(false)]), json!({ "type": "NFC" }), false),
         other => {
             return wrong(format!(
-                "field \"tokenizer.ggml.pre\" is {other:?} (gpt-2, smollm, starcoder, refact, codeshell, llama-bpe and qwen2 are \
-                 read); put the model's tokenizer.json into the folder of the file"
+                "field \"tokenizer.ggml.pre\" is {other:?} (supported: gpt-2, smollm, starcoder, refact, codeshell, \
+                 llama-bpe and qwen2); put the model's tokenizer.json into the file's folder"
             ));
         }
     })
@@ -54,7 +54,7 @@ fn template(header: &Header) -> Result<Value, GgufFailure> {
         let Some(id) = header.whole(field)? else { return Ok(Value::Null) };
         match tokens.get(usize::try_from(id).unwrap_or(usize::MAX)) {
             Some(token) => Ok(json!(token)),
-            None => wrong(format!("field {field:?} is {id}, of {} tokens", tokens.len())),
+            None => wrong(format!("field {field:?} is {id}, but there are only {} tokens", tokens.len())),
         }
     };
     Ok(json!({
@@ -88,8 +88,8 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
     let kind = required("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
     if kind != "gpt2" {
         return wrong(format!(
-            "field \"tokenizer.ggml.model\" is {kind:?} (gpt2, which merges bytes, is read); put the model's tokenizer.json into \
-             the folder of the file"
+            "field \"tokenizer.ggml.model\" is {kind:?} (only gpt2, which merges bytes, is supported); put the model's \
+             tokenizer.json into the file's folder"
         ));
     }
     let tokens = required("tokenizer.ggml.tokens", header.texts("tokenizer.ggml.tokens")?)?;
@@ -97,7 +97,7 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
     let kinds = header.wholes("tokenizer.ggml.token_type")?.unwrap_or_else(|| vec![1; tokens.len()]);
     if kinds.len() != tokens.len() {
         return wrong(format!(
-            "{} kinds in \"tokenizer.ggml.token_type\" for {} tokens",
+            "\"tokenizer.ggml.token_type\" has {} entries for {} tokens",
             kinds.len(),
             tokens.len()
         ));
@@ -107,7 +107,7 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
     {
         let rows = embeddings.shape[0];
         return wrong(format!(
-            "{} tokens in \"tokenizer.ggml.tokens\", {rows} embeddings in \"token_embd.weight\"",
+            "\"tokenizer.ggml.tokens\" has {} tokens, but \"token_embd.weight\" has {rows} embeddings",
             tokens.len()
         ));
     }
@@ -127,7 +127,7 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
         tokens.iter().enumerate().map(|(id, token)| ((*token).to_owned(), json!(id))).collect();
     if vocabulary.len() != tokens.len() {
         return wrong(format!(
-            "{} of the {} tokens occur twice",
+            "{} of the {} tokens are duplicates",
             tokens.len() - vocabulary.len(),
             tokens.len()
         ));
@@ -165,14 +165,14 @@ fn check_merges(merges: &[&str], vocabulary: &Map<String, Value>) -> Result<(), 
             Some((left, right)) if !right.contains(' ') => {
                 let joined = format!("{left}{right}");
                 let unknown = [left, right, &joined].into_iter().find(|text| !vocabulary.contains_key(*text));
-                unknown.map(|text| format!("{text:?} is no token"))
+                unknown.map(|text| format!("{text:?} is not a token"))
             }
-            _ => Some("it is not two texts with a space between".to_owned()),
+            _ => Some("it is not two strings separated by a space".to_owned()),
         };
         if let Some(problem) = problem {
             return wrong(format!(
-                "merge {number} of \"tokenizer.ggml.merges\" is {merge:?}: {problem}; put the model's tokenizer.json into the \
-                 folder of the file"
+                "merge {number} of \"tokenizer.ggml.merges\" is {merge:?}: {problem}; put the model's tokenizer.json \
+                 into the file's folder"
             ));
         }
     }

@@ -151,12 +151,12 @@ impl Model {
         let (expected, got) =
             (narrowed.rows.len(), narrowed.batch.iter().map(|s| s.tokens.len()).sum::<usize>());
         if expected != got || expected == 0 {
-            let what = "tokens of the rows that go on, one for each";
+            let what = "tokens of the continued rows, one for each";
             return Err(kvcore::Error::mismatch(what, expected, got).into());
         }
         let before = kept.x.rows();
         if let Some(&row) = narrowed.rows.iter().find(|&&row| row as usize >= before) {
-            let (what, value, limit) = ("row that goes on", i128::from(row), before as i128);
+            let (what, value, limit) = ("continued row", i128::from(row), before as i128);
             return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
         }
         check_vocabulary(&narrowed.batch, self.config.vocab_size)?;
@@ -206,7 +206,7 @@ impl<'a> Pass<'a> {
     ) -> Result<Self> {
         let (expected, got) = (model.layers.len(), ropes.layers().len());
         if expected != got {
-            let what = "rotary embeddings, one a layer";
+            let what = "rotary embeddings, one per layer";
             return Err(kvcore::Error::mismatch(what, expected, got).into());
         }
         same_groups(device, rows)?;
@@ -301,7 +301,7 @@ impl<'a> Pass<'a> {
     pub fn select(&mut self, selections: Vec<Option<Selection>>) -> Result<()> {
         let (expected, got) = (self.rows.work().batch().len(), selections.len());
         if expected != got {
-            return Err(kvcore::Error::mismatch("selections, one a sequence", expected, got).into());
+            return Err(kvcore::Error::mismatch("selections, one per sequence", expected, got).into());
         }
         self.selections = Some(selections);
         Ok(())

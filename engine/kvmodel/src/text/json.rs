@@ -19,7 +19,7 @@ pub(super) fn tojson(value: Value, positional: Rest<Value>, named: Kwargs) -> Re
             (Ok(spaces), _) => " ".repeat(spaces),
             (Err(_), Some(text)) => text.to_owned(),
             (Err(_), None) => {
-                return Err(wrong(&format!("indent is {value}; it must be a number or a text")));
+                return Err(wrong(&format!("indent is {value}; it must be a number or a string")));
             }
         }),
     };
@@ -28,7 +28,7 @@ pub(super) fn tojson(value: Value, positional: Rest<Value>, named: Kwargs) -> Re
         None => (", ".to_owned(), ": ".to_owned()),
         Some(pair) => match pair.try_iter()?.collect::<Vec<_>>().as_slice() {
             [item, key] => (item.to_string(), key.to_string()),
-            _ => return Err(wrong(&format!("separators is {pair}; it must be a pair of texts"))),
+            _ => return Err(wrong(&format!("separators is {pair}; it must be a pair of strings"))),
         },
     };
     let writer = Writer {

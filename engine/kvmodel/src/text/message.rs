@@ -62,11 +62,11 @@ impl Message {
     /// that is wrong.
     pub fn list(json: &str) -> Result<Vec<Self>> {
         let value: Value = serde_json::from_str(json).map_err(|error| {
-            Error::Messages(format!("{error}; a JSON list of objects with role and content is needed"))
+            Error::Messages(format!("{error}; it must be a JSON list of objects with role and content"))
         })?;
         let Value::Array(messages) = value else {
             return Err(Error::Messages(format!(
-                "{} stands where a JSON list of objects with role and content is needed",
+                "it is {}; it must be a JSON list of objects with role and content",
                 kind(&value)
             )));
         };
@@ -81,11 +81,11 @@ impl Message {
         match messages.last() {
             Some(last) if last.role == Role::User => Ok(()),
             Some(last) => Err(Error::Messages(format!(
-                "the last message, {}, has the role {}; it must be the user's, which is answered",
+                "the last message, {}, has the role {}; it must have the role user",
                 messages.len(),
                 last.role.word()
             ))),
-            None => Err(Error::Messages("the list is empty; give it a message of the user".to_owned())),
+            None => Err(Error::Messages("the list is empty; add a message with the role user".to_owned())),
         }
     }
 
@@ -94,13 +94,13 @@ impl Message {
         let wrong = |what: String| Error::Messages(format!("message {number}: {what}"));
         let Value::Object(fields) = message else {
             return Err(wrong(format!(
-                "{} stands where an object with role and content is needed",
+                "it is {}; it must be an object with role and content",
                 kind(message)
             )));
         };
         let text = |name: &str| match fields.get(name) {
             Some(Value::String(text)) => Ok(text),
-            Some(other) => Err(wrong(format!("field {name:?} is {}; it must be a text", kind(other)))),
+            Some(other) => Err(wrong(format!("field {name:?} is {}; it must be a string", kind(other)))),
             None => Err(wrong(format!("field {name:?} is missing"))),
         };
         let (word, content) = (text("role")?, text("content")?);
@@ -109,7 +109,7 @@ impl Message {
         })?;
         if let Some(name) = fields.keys().find(|name| !["role", "content"].contains(&name.as_str())) {
             return Err(wrong(format!(
-                "field {name:?} is not known; take it out: role and content are read"
+                "field {name:?} is unknown; remove it (the only fields are role and content)"
             )));
         }
         Ok(Self::new(role, content))
@@ -122,7 +122,7 @@ fn kind(value: &Value) -> &'static str {
         Value::Null => "null",
         Value::Bool(_) => "a truth value",
         Value::Number(_) => "a number",
-        Value::String(_) => "a text",
+        Value::String(_) => "a string",
         Value::Array(_) => "a list",
         Value::Object(_) => "an object",
     }
@@ -151,8 +151,8 @@ mod tests {
     #[case("[{]", "line 1 column 3")]
     #[case("[\n{\"role\": \"user\" \"content\": \"a\"}]", "line 2")]
     #[case("", "line 1")]
-    #[case(r#"{"role": "user", "content": "a"}"#, "an object stands where a JSON list")]
-    #[case(r#"["a"]"#, "message 1: a text stands where an object")]
+    #[case(r#"{"role": "user", "content": "a"}"#, "it is an object; it must be a JSON list")]
+    #[case(r#"["a"]"#, "message 1: it is a string; it must be an object")]
     #[case(
         r#"[{"role": "user", "content": "a"}, {"role": "user"}]"#,
         "message 2: field \"content\" is missing"
@@ -160,13 +160,13 @@ mod tests {
     #[case(r#"[{"content": "a"}]"#, "message 1: field \"role\" is missing")]
     #[case(
         r#"[{"role": "user", "content": [{"text": "a"}]}]"#,
-        "field \"content\" is a list; it must be a text"
+        "field \"content\" is a list; it must be a string"
     )]
     #[case(
         r#"[{"role": "wizard", "content": "a"}]"#,
         "field \"role\" is \"wizard\"; it must be system, user or assistant"
     )]
-    #[case(r#"[{"role": "user", "content": "a", "name": "bo"}]"#, "message 1: field \"name\" is not known")]
+    #[case(r#"[{"role": "user", "content": "a", "name": "bo"}]"#, "message 1: field \"name\" is unknown")]
     fn a_wrong_list_names_the_line_or_the_message_and_the_field(#[case] text: &str, #[case] expected: &str) {
         let error = Message::list(text).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");

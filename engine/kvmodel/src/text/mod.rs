@@ -137,7 +137,7 @@ impl TextCodec {
         let (before, after) = rendered
             .split_once(MESSAGE)
             .filter(|(_, after)| !after.contains(MESSAGE))
-            .ok_or_else(|| self.template.failure("it does not write the message exactly once"))?;
+            .ok_or_else(|| self.template.failure("it does not render the message exactly once"))?;
         Ok((before.to_owned(), after.to_owned()))
     }
 

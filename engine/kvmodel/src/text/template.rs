@@ -86,11 +86,13 @@ impl ChatTemplate {
     pub(super) fn render(&self, messages: &[Message]) -> Result<String> {
         let source = match &self.source {
             TemplateSource::Text(text) => generation::as_scopes(text),
-            TemplateSource::Missing => return Err(self.failure("this model has none; run without it")),
+            TemplateSource::Missing => {
+                return Err(self.failure("this model has no chat template; run it without one"));
+            }
             TemplateSource::NoDefault(names) => {
                 return Err(self.failure(format!(
-                    "this model has several ({}) and none named \"default\"; put the one to use into chat_template.jinja \
-                     beside its tokenizer.json",
+                    "this model has several ({}) and none named \"default\"; put the one to use into \
+                     chat_template.jinja, next to its tokenizer.json",
                     names.join(", ")
                 )));
             }
@@ -184,7 +186,7 @@ fn described(error: &minijinja::Error) -> String {
     }
     let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
     match (refusal, error.detail()) {
-        (Some(TemplateRefusal(words)), _) => format!("{place}it refuses the conversation: {words}"),
+        (Some(TemplateRefusal(words)), _) => format!("{place}it rejects the conversation: {words}"),
         (None, Some(detail)) => format!("{place}{}: {detail}", error.kind()),
         (None, None) => format!("{place}{}", error.kind()),
     }
@@ -275,7 +277,7 @@ mod tests {
         let error = template(text).render(&hello()).unwrap_err().to_string();
         assert_eq!(
             error,
-            "chat template of a/tokenizer_config.json: line 3: it refuses the conversation: no users, please"
+            "chat template of a/tokenizer_config.json: line 3: it rejects the conversation: no users, please"
         );
         let moved = template("").with_text(text.to_owned(), "a/chat_template.jinja".to_owned());
         let error = moved.render(&hello()).unwrap_err().to_string();

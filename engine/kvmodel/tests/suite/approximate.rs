@@ -36,14 +36,14 @@ for_every! {
         let answers = FORMATS.map(|format| {
             ReuseCell::ALL.map(|cell| {
                 let mut lab = Lab::new(name, Setup { format: format.parse().unwrap(), ..Setup::default() });
-                let anew = lab.run(&golden.prompt, cell, false).logits;
+                let computed = lab.run(&golden.prompt, cell, false).logits;
                 let hit = hit(&mut lab, &golden, cell);
                 assert!(hit.reports.iter().all(|r| r.exact), "its format is in the key");
                 assert_eq!(lab.chunks.metrics().approximate_hits, 0);
                 let (expected, own) = (golden.logits(golden_name(cell)), golden.own_error(format, cell));
                 let gap = distance(&hit.logits, &expected);
                 println!("| {name} | {} | {format} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
-                for gap in [gap, distance(&anew, &expected)] {
+                for gap in [gap, distance(&computed, &expected)] {
                     assert!(gap <= OWN_ERRORS * own, "{format}, {cell:?}: {gap} against {own}");
                 }
                 gap

@@ -33,20 +33,21 @@ fn shorten(draft: &mut Draft, name: &str) {
 #[case::partial_overlap(|d: &mut Draft| move_tensor(d, 1, 32), &["\" at 32 overlap; ", AGAIN])]
 #[case::unaligned(
     |d: &mut Draft| move_tensor(d, 0, 4),
-    &["\" is at 4, no multiple of the alignment 32 (general.alignment, 32 without it); ", AGAIN]
+    &["\" is at 4, which is not a multiple of the alignment 32 (general.alignment; default: 32); ", AGAIN]
 )]
 #[case::alignment(
     |d: &mut Draft| { d.set("general.alignment", whole(64)); move_tensor(d, 0, 32); },
-    &["\" is at 32, no multiple of the alignment 64"]
+    &["\" is at 32, which is not a multiple of the alignment 64"]
 )]
-#[case::odd_alignment(|d: &mut Draft| d.set("general.alignment", whole(48)), &["general.alignment is 48, no power of two"])]
+#[case::odd_alignment(|d: &mut Draft| d.set("general.alignment", whole(48)), &["general.alignment is 48, which is not a \
+     power of two"])]
 #[case::twice(
     |d: &mut Draft| { let same = d.tensor("output_norm.weight").clone(); d.tensors.push(same); },
     &["tensor \"output_norm.weight\" occurs twice", AGAIN]
 )]
 #[case::shape(
     |d: &mut Draft| shorten(d, "blk.1.ffn_up.weight"),
-    &["tensor \"blk.1.ffn_up.weight\" has shape [39, 32], the fields ask for [40, 32]; ", AGAIN]
+    &["tensor \"blk.1.ffn_up.weight\" has shape [39, 32], but the fields require [40, 32]; ", AGAIN]
 )]
 #[case::missing(
     |d: &mut Draft| d.tensors.retain(|tensor| tensor.0 != "blk.1.ffn_up.weight"),
@@ -72,7 +73,7 @@ fn shorten(draft: &mut Draft, name: &str) {
 )]
 #[case::groups(
     |d: &mut Draft| d.set("llama.attention.head_count_kv", whole(3)),
-    &["llama.attention.head_count 4 is no multiple of llama.attention.head_count_kv 3"]
+    &["llama.attention.head_count 4 is not a multiple of llama.attention.head_count_kv 3"]
 )]
 #[case::theta(|d: &mut Draft| d.set("llama.rope.freq_base", real(0.5)), &["llama.rope.freq_base 0.5 is not above 1"])]
 #[case::divisors(
@@ -84,11 +85,11 @@ fn shorten(draft: &mut Draft, name: &str) {
 )]
 #[case::merge(
     |d: &mut Draft| d.set("tokenizer.ggml.merges", list(8, ["A B C"].map(counted))),
-    &["merge 0 of \"tokenizer.ggml.merges\" is \"A B C\": it is not two texts", "put the model's tokenizer.json"]
+    &["merge 0 of \"tokenizer.ggml.merges\" is \"A B C\": it is not two strings", "put the model's tokenizer.json"]
 )]
 #[case::unknown_merge(
     |d: &mut Draft| d.set("tokenizer.ggml.merges", list(8, ["zz !"].map(counted))),
-    &["merge 0 of \"tokenizer.ggml.merges\" is \"zz !\": \"zz\" is no token", "put the model's tokenizer.json"]
+    &["merge 0 of \"tokenizer.ggml.merges\" is \"zz !\": \"zz\" is not a token", "put the model's tokenizer.json"]
 )]
 fn a_bad_gguf_file_is_named_with_its_own_names(#[case] change: Change, #[case] expected: &[&str]) {
     let place = tempfile::tempdir().unwrap();
@@ -167,12 +168,12 @@ fn refused(dir: &Path) -> String {
 #[case::no_layer(|d: &Path| edit(&d.join("config.json"), "num_hidden_layers", json!(0)), "config.json: num_hidden_layers is 0")]
 #[case::quantised(
     |d: &Path| edit(&d.join("config.json"), "quantization_config", json!({ "quant_method": "gptq", "bits": 4 })),
-    "config.json: quantization_config has quant_method \"gptq\": such weights are not read (f32, f16 and bf16 of safetensors, and \
-     the blocks of GGUF files are); take the model without quantisation, or as a GGUF file"
+    "config.json: quantization_config has quant_method \"gptq\": such weights are not supported (supported: f32, f16 and \
+     bf16 in safetensors, and the blocks of GGUF files); use the model without quantisation, or as a GGUF file"
 )]
 #[case::generation(
     |d: &Path| edit(&d.join("generation_config.json"), "eos_token_id", json!("end")),
-    "generation_config.json: eos_token_id \"end\" is no token id"
+    "generation_config.json: eos_token_id \"end\" is not a token ID"
 )]
 #[case::tokenizer(|d: &Path| fs::write(d.join("tokenizer.json"), "{}").unwrap(), "tokenizer.json: ")]
 #[case::tokenizer_config(
@@ -189,8 +190,8 @@ fn refused(dir: &Path) -> String {
 )]
 #[case::element_type(
     |d: &Path| rename(&d.join("model.safetensors"), "\"F32\"", "\"I32\""),
-    "model.safetensors: tensor \"NAME\" has element type I32 (F32, F16 and BF16 are read); convert the model to one of them, or \
-     take it as a GGUF file"
+    "model.safetensors: tensor \"NAME\" has the unsupported element type I32 (supported: F32, F16 and BF16); convert the \
+     model to a supported type, or use a GGUF file"
 )]
 #[case::header(
     |d: &Path| fs::write(d.join("model.safetensors"), "PK").unwrap(),
@@ -248,7 +249,7 @@ fn a_template_that_raises_is_named_by_its_file() {
         codec.conversation(&[Message::new(Role::User, "a")]).unwrap_err().to_string()
     };
     let expected =
-        |place: String| format!("chat template of {place}: line 2: it refuses the conversation: no users");
+        |place: String| format!("chat template of {place}: line 2: it rejects the conversation: no users");
     let dir = directory();
     let path = |name: &str| -> PathBuf { dir.path().join(name) };
     edit(&path("tokenizer_config.json"), "chat_template", json!(RAISES));

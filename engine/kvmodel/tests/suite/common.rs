@@ -75,14 +75,22 @@ pub(crate) struct Golden {
 impl Golden {
     pub(crate) fn load(name: &str) -> Self {
         let bytes = std::fs::read(folder(name).join("golden.safetensors")).expect("a golden file");
-        let ids = |part: &str| -> Vec<u32> {
-            let file = SafeTensors::deserialize(&bytes).expect("safetensors");
-            let data = file.tensor(part).expect(part).data().to_vec();
-            data.chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
-        };
-        let chunks = (0..3).map(|i| ids(&format!("chunk{i}"))).collect();
-        let prompt = ChunkedPrompt::new(ids("system"), chunks, ids("question")).expect("parts");
-        Self { bytes, prompt }
+        let mut golden =
+            Self { bytes, prompt: ChunkedPrompt::new(vec![0], vec![vec![0]], vec![0]).expect("parts") };
+        let chunks = (0..3).map(|i| golden.ids(&format!("chunk{i}"))).collect();
+        let (system, question) = (golden.ids("system"), golden.ids("question"));
+        golden.prompt = ChunkedPrompt::new(system, chunks, question).expect("parts");
+        golden
+    }
+
+    /// Loads the results for chunks that are computed behind decoys; see `proof/goldens/models/decoys.py`.
+    pub(crate) fn behind_decoys(name: &str) -> Self {
+        let Self { prompt, .. } = Self::load(name);
+        let bytes = std::fs::read(folder(name).join("decoys.safetensors")).expect("a golden file");
+        let mut golden = Self { bytes, prompt };
+        let decoys = (0..3).map(|i| golden.ids(&format!("decoy{i}"))).collect();
+        golden.prompt = golden.prompt.with_decoys(decoys).expect("decoys");
+        golden
     }
 
     /// Returns logits, row after row.
@@ -397,7 +405,8 @@ pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     let mut chunks = prompt.chunks().to_vec();
     chunks.rotate_left(1);
     let question = (1..=prompt.question().len() as u32).collect();
-    ChunkedPrompt::new(prompt.system().to_vec(), chunks, question).expect("parts")
+    let reordered = ChunkedPrompt::new(prompt.system().to_vec(), chunks, question).expect("parts");
+    reordered.with_decoys(Arc::clone(prompt.decoys())).expect("decoys")
 }
 
 /// Returns the name under which the goldens have a cell's errors. In an absolute cell, keys are rounded at
@@ -423,7 +432,7 @@ pub(crate) fn cell_name(cell: ReuseCell) -> String {
 
 /// Returns the name of the golden that a cell's logits must equal: one pass, or two phases.
 pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
-    use ComputeMode::{Alone, WithSystem};
+    use ComputeMode::{Alone, Behind, WithSystem};
     use PositionStrategy::{Absolute, Overlapped, Sequential};
     match (cell.strategy, cell.mode) {
         (Overlapped, WithSystem) => "overlapped_with_system",
@@ -431,6 +440,9 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
         (Sequential | Absolute, Alone) => "sequential_alone",
         (Sequential, WithSystem) => "sequential_with_system_two_phase",
         (Absolute, WithSystem) => "sequential_with_system_single",
+        (Overlapped, Behind(_)) => "overlapped_behind",
+        (Sequential, Behind(_)) => "sequential_behind_two_phase",
+        (Absolute, Behind(_)) => "absolute_behind",
         (_, ComputeMode::Sink(_)) => panic!("no golden is of a sink"),
     }
 }

@@ -20,13 +20,13 @@ for_every! {
 
 /// Returns the logits of a prompt whose chunks all hit, in a laboratory that has already run other
 /// prompts.
-fn all_hit(lab: &mut Lab, golden: &Golden, cell: ReuseCell) -> Vec<f32> {
+pub(crate) fn all_hit(lab: &mut Lab, golden: &Golden, cell: ReuseCell) -> Vec<f32> {
     let prompt = &golden.prompt;
     let elsewhere = lab.run(&reordered(prompt), cell, true);
     assert!(elsewhere.reused == 0 && elsewhere.reports.iter().all(|r| !r.hit));
     if cell.strategy == PositionStrategy::Absolute {
-        let anew = lab.run(prompt, cell, true);
-        assert!(anew.reports.iter().all(|r| !r.hit), "another place is another chunk");
+        let computed = lab.run(prompt, cell, true);
+        assert!(computed.reports.iter().all(|r| !r.hit), "another place is another chunk");
     }
     let hit = lab.run(prompt, cell, true);
     assert!(hit.reports.iter().all(|r| r.hit && r.exact));

@@ -293,18 +293,15 @@ fn files_that_lie_are_errors_that_name_the_place() {
     };
     let cases: [(&str, String); 15] = [
         ("architecture \"bert\" is not supported", with(&|d| d.set("general.architecture", text("bert")))),
-        ("\"general.architecture\" is no text", with(&|d| d.set("general.architecture", whole(1)))),
+        ("\"general.architecture\" is not a string", with(&|d| d.set("general.architecture", whole(1)))),
         ("\"llama.block_count\" is missing", with(&|d| drop(d.fields.remove("llama.block_count")))),
         ("8 experts", with(&|d| d.set("llama.expert_count", whole(8)))),
         ("4 of 8 elements of a head", with(&|d| d.set("llama.rope.dimension_count", whole(4)))),
         ("\"llama.rope.scaling.type\" is \"odd\"", with(&|d| d.set("llama.rope.scaling.type", text("odd")))),
         ("\"tokenizer.ggml.pre\" is \"odd\"", with(&|d| d.set("tokenizer.ggml.pre", text("odd")))),
         ("put the model's tokenizer.json", with(&|d| d.set("tokenizer.ggml.model", text("llama")))),
-        (
-            "kinds in \"tokenizer.ggml.token_type\"",
-            with(&|d| d.set("tokenizer.ggml.token_type", list(5, []))),
-        ),
-        ("3 tokens in", {
+        ("\"tokenizer.ggml.token_type\" has", with(&|d| d.set("tokenizer.ggml.token_type", list(5, [])))),
+        ("has 3 tokens, but", {
             with(&|d| {
                 d.set("tokenizer.ggml.tokens", list(8, ["a", "b", "c"].map(counted)));
                 d.set(
@@ -315,7 +312,7 @@ fn files_that_lie_are_errors_that_name_the_place() {
                 d.tensor("token_embd.weight").1 = vec![2, width];
             })
         }),
-        ("occur twice", {
+        ("are duplicates", {
             with(&|d| {
                 d.set("tokenizer.ggml.tokens", list(8, ["a", "a"].map(counted)));
                 d.set(
@@ -324,8 +321,8 @@ fn files_that_lie_are_errors_that_name_the_place() {
                 );
             })
         }),
-        ("element type 99 (f32, f16", with(&|d| d.tensor("blk.0.ffn_up.weight").2 = 99)),
-        ("ends after the file", with(&|d| d.tensor("output_norm.weight").1 = vec![1 << 40])),
+        ("element type 99 (supported: f32, f16", with(&|d| d.tensor("blk.0.ffn_up.weight").2 = 99)),
+        ("extends past the end of the file", with(&|d| d.tensor("output_norm.weight").1 = vec![1 << 40])),
         ("one part of a model", with(&|d| d.set("split.count", whole(2)))),
         ("\"token_embd.weight\" is missing", with(&|d| d.tensors.retain(|t| t.0 != "token_embd.weight"))),
     ];

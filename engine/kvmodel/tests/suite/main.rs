@@ -5,6 +5,7 @@ mod approximate;
 mod bad_files;
 #[allow(dead_code, reason = "the suite of kvengine uses the rest")]
 mod common;
+mod decoys;
 mod exactness;
 mod gguf;
 #[allow(dead_code, reason = "unit tests use the rest")]

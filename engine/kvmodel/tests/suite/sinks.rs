@@ -25,10 +25,10 @@ for_every! {
             let expected = golden.logits(golden_name(cell));
             for tokens in [whole, whole + 7] {
                 let mut lab = Lab::new(name, Setup::default());
-                let anew = lab.run(&golden.prompt, sink(tokens, strategy), true);
+                let computed = lab.run(&golden.prompt, sink(tokens, strategy), true);
                 let found = lab.run(&golden.prompt, sink(tokens, strategy), true);
                 assert!(found.reports.iter().all(|report| report.hit));
-                for logits in [&anew.logits, &found.logits] {
+                for logits in [&computed.logits, &found.logits] {
                     let gap = distance(logits, &expected);
                     assert!(gap < 1e-4, "{strategy:?}, {tokens} tokens: {gap}");
                 }
@@ -46,8 +46,8 @@ for_every! {
             let other = with_system(prompt, seen);
             let found = lab.run(&other, cell, true);
             assert!(found.reports.iter().all(|report| report.hit && report.exact), "the rest is not seen");
-            let anew = lab.run(&other, cell, false);
-            assert!(distance(&found.logits, &anew.logits) < 1e-5);
+            let computed = lab.run(&other, cell, false);
+            assert!(distance(&found.logits, &computed.logits) < 1e-5);
             // The question sees the rest of the system prompt, but only through a short window.
             let before = lab.run(prompt, cell, false).logits;
             assert!(name == "mistral" || distance(&found.logits, &before) > 1e-4);

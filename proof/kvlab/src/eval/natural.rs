@@ -162,7 +162,8 @@ impl Texts {
     pub const KINDS: [QuestionKind; 3] =
         [QuestionKind::Local, QuestionKind::Comparison, QuestionKind::Reference];
 
-    /// The maximum number of notes per question. Each note has its own city and product.
+    /// The maximum number of notes per question. It is limited because each note needs its own city and
+    /// product.
     pub const MOST: usize = 20;
 
     /// Creates a source of questions with `documents` notes each, clamped to the range from 2 to
@@ -183,6 +184,12 @@ impl Texts {
         let kinds = Self::KINDS.into_iter().filter(|kind| kinds.contains(kind));
         let round = || kinds.clone();
         (0..per_kind).flat_map(|_| round()).map(|kind| self.question(kind, &mut rng)).collect()
+    }
+
+    /// Returns decoys: notes of the same form that do not contain the answer to any question.
+    pub fn decoys() -> Vec<String> {
+        let mut rng = StdRng::seed_from_u64(u64::MAX);
+        Self::new(Self::MOST).question(QuestionKind::Local, &mut rng).documents
     }
 
     fn question(self, kind: QuestionKind, rng: &mut StdRng) -> Question {

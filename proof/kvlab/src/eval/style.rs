@@ -11,7 +11,7 @@ use crate::error::Result;
 /// ```
 /// # use kvlab::PromptStyle;
 /// // An instruct model needs its chat template, and an empty line after each document.
-/// let style = PromptStyle { chat: true, separator: "\n\n".to_owned() };
+/// let style = PromptStyle { chat: true, separator: "\n\n".to_owned(), ..PromptStyle::default() };
 /// assert_ne!(style, PromptStyle::default());
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -21,6 +21,9 @@ pub struct PromptStyle {
     /// The text after the system prompt and after each document. It counts as part of the text that it
     /// follows, so a document has the same tokens at any position.
     pub separator: String,
+    /// Documents that the prompt's documents may see while their KV is computed, but that the question never
+    /// sees; see [`kvchunk::ComputeMode::Behind`].
+    pub decoys: Vec<String>,
 }
 
 impl PromptStyle {
@@ -34,10 +37,12 @@ impl PromptStyle {
         let documents: Vec<String> =
             order.iter().filter_map(|&i| question.documents.get(i)).map(|text| ended(text)).collect();
         let (system, documents) = (ended(&question.system), documents.iter().map(String::as_str));
-        Ok(if self.chat {
+        let prompt = if self.chat {
             PromptTokens::from_chat_parts(codec, &system, documents, &question.question)?
         } else {
             PromptTokens::from_parts(codec, &system, documents, &question.question, true)?
-        })
+        };
+        let decoys = self.decoys.iter().map(|text| codec.encode(&ended(text), false));
+        Ok(prompt.with_decoys(decoys.collect::<kvmodel::Result<_>>()?)?)
     }
 }

@@ -37,8 +37,8 @@ pub struct HostDense {
 
 impl HostDense {
     /// Creates steps that run on a backend's threads and use its instruction set.
-    pub fn beside(backend: &CpuBackend) -> Self {
-        Self { products: Products::beside(backend) }
+    pub fn on(backend: &CpuBackend) -> Self {
+        Self { products: Products::on(backend) }
     }
 }
 

@@ -86,10 +86,12 @@ pub fn lend_tensor(tensor: &Tensor) -> Result<TensorView> {
         candle_core::DType::F32 => DType::F32,
         candle_core::DType::F16 => DType::F16,
         candle_core::DType::BF16 => DType::BF16,
-        other => return Err(failed(candle_core::Error::Msg(format!("a tensor of {other:?} is not lent")))),
+        other => {
+            return Err(failed(candle_core::Error::Msg(format!("tensors of type {other:?} cannot be lent"))));
+        }
     };
     if !tensor.device().is_cpu() {
-        return Err(failed(candle_core::Error::msg("a tensor that is not on the CPU is not lent")));
+        return Err(failed(candle_core::Error::msg("only tensors on the CPU can be lent")));
     }
     if tensor.elem_count() == 0 {
         let storage = CpuStorage::allocate(MemoryKind::System, size_of::<f32>())?;

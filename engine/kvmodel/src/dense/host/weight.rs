@@ -43,7 +43,7 @@ impl HeadMatrices {
     ) -> Result<Vec<f32>> {
         let (out, input) = (self.out, self.input);
         if x.len() != rows * heads * input || self.values.len() != heads * out * input {
-            return Err(failed(candle_core::Error::msg("heads that do not fit their matrices")));
+            return Err(failed(candle_core::Error::msg("heads that do not match their matrices")));
         }
         let mut y = vec![0.0; rows * heads * out];
         let (mut own, mut product) = (vec![0.0; rows * input], vec![0.0; rows * out]);
@@ -145,7 +145,7 @@ impl HostWeight {
     /// Returns the matrix for an output head that is tied to the embedding table.
     pub(super) fn tied_head(table: &HeldForm, format: WeightFormat) -> Result<Self> {
         let HeldForm::Matrix(table) = table else {
-            return Err(failed(candle_core::Error::msg("a table that is no matrix")));
+            return Err(failed(candle_core::Error::msg("a table that is not a matrix")));
         };
         let (matrix, is_new) = table.in_format(format)?;
         let bytes = if is_new { matrix.bytes.len() } else { 0 };
