@@ -178,7 +178,9 @@ fn main() -> Result<()> {
         let recomputed = recomputed(&device, &mut main, &prompt, at)?;
         let error = largest_difference(&answer, &recomputed);
         assert!(error < 1e-4, "attention differs by {error}");
-        println!("        attention equals that over recomputed keys: the largest difference is {error:.0e}");
+        println!(
+            "        attention matches attention over recomputed keys: the largest difference is {error:.0e}"
+        );
 
         // A kernel that does not read segments takes a copy: one run of blocks, with keys rotated for this prompt.
         let copy = held.rotated_copy(KeyForm::Rotated, main.pool())?;

@@ -174,8 +174,9 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
         }
     }
     cache.pool().check_invariants().map_err(|reason| Error::Device { backend: "pool", reason })?;
-    let summary =
-        format!("{steps} steps; {preempted} gave way, {found} tokens found, {accepted} guesses kept");
+    let summary = format!(
+        "{steps} steps; {preempted} preempted, {found} tokens found in the cache, {accepted} guesses accepted"
+    );
     Ok((answers, summary))
 }
 

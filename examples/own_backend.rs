@@ -88,7 +88,7 @@ fn main() -> Result<()> {
     // Operations are checked before they reach a backend: different shapes never reach `launch`.
     let refused = stream.copy_tensor(&CopyTensor { src, dst });
     println!(
-        "refused before the launch: {}",
+        "rejected before the launch: {}",
         refused.err().map_or_else(String::new, |error| error.to_string())
     );
     stream.synchronize()?;

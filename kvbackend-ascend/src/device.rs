@@ -199,7 +199,7 @@ impl Npu {
         let text = self.library.text(code);
         let reason = match self.memory() {
             Ok((free, total)) if kind == MemoryKind::Device => format!(
-                "{free} of the device's {total} bytes are free; use fewer blocks, or end other programs on the device"
+                "{free} of the device's {total} bytes are free; use fewer blocks, or stop other programs on the device"
             ),
             _ => text,
         };

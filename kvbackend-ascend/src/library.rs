@@ -84,8 +84,8 @@ pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, Strin
         }
     }
     Err(format!(
-        "CANN's {name} cannot be loaded; install CANN 8.0 or later and the NPU's driver, and run CANN's set_env.sh, or name \
-         the folder of its libraries in {FOLDER} (tried {})",
+        "CANN's {name} cannot be loaded; install CANN 8.0 or later and the NPU's driver, and run CANN's set_env.sh, or \
+         set {FOLDER} to the folder with its libraries (tried {})",
         tried.join("; ")
     ))
 }
@@ -250,12 +250,12 @@ impl Library {
             sys::ACL_SUCCESS | sys::ACL_ERROR_REPEAT_INITIALIZE => {}
             sys::ACL_ERROR_COMPILING_STUB_MODE => {
                 return Err(
-                    "the library found is a stub, made for linking only; name the folder of the driver's \
-                            libraries before it in LD_LIBRARY_PATH"
+                    "the library found is a stub for linking only; put the folder with the driver's libraries before it \
+                            in LD_LIBRARY_PATH"
                         .to_owned(),
                 );
             }
-            _ => return Err(format!("ACL does not start: {}", self.text(code))),
+            _ => return Err(format!("ACL cannot start: {}", self.text(code))),
         }
         let (mut major, mut minor, mut patch) = (0, 0, 0);
         // SAFETY: all three pointers are valid for writes.

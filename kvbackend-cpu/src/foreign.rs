@@ -121,7 +121,7 @@ impl ForeignOrder {
             Self::Rows { token } => return Ok((shape.block_size - 1) * token + shape.dim),
             Self::Columns => {}
             Self::KeyTiles | Self::ValueTiles if shape.dtype.bits() != 16 => {
-                return invalid("tiles are of elements of two bytes");
+                return invalid("tiles need elements of two bytes");
             }
             Self::KeyTiles => {
                 multiple("block_size", shape.block_size, 16)?;
@@ -304,7 +304,8 @@ impl ForeignPlane {
         axes.sort_unstable();
         for (stride, count) in axes.into_iter().filter(|axis| axis.1 > 1) {
             if stride < covered {
-                let reason = format!("the stride {stride} lies inside {covered} elements already covered");
+                let reason =
+                    format!("the stride {stride} is smaller than the {covered} elements that it must skip");
                 return Err(Error::InvalidStrides { what: "another engine's cache", reason });
             }
             let overflow = Error::Overflow { what: "extent of another engine's cache" };

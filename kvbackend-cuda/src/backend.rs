@@ -26,7 +26,8 @@ impl CudaBackend {
     /// Creates a backend on the first device.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if there is no driver or no device; the error explains what to do.
+    /// Returns [`kvcore::Error::NoDevice`] if there is no driver or no device, or if the first device cannot
+    /// be used. The error explains what to do.
     pub fn new() -> Result<Arc<Self>> {
         Self::with_options(&CudaOptions::default())
     }
@@ -34,8 +35,8 @@ impl CudaBackend {
     /// Creates a backend with the given options.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if the device does not exist, is older than compute capability
-    /// 8.0, or cannot be opened.
+    /// Returns [`kvcore::Error::NoDevice`] if there is no driver, or if the device does not exist, is older
+    /// than compute capability 8.0, or cannot be opened.
     pub fn with_options(options: &CudaOptions) -> Result<Arc<Self>> {
         Ok(Arc::new(Self { device: CudaDevice::open(options)?, tables: Arc::default() }))
     }
@@ -55,12 +56,13 @@ impl CudaBackend {
     /// # Safety
     /// `address` must be valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the
     /// caller must order its own use of the memory with the streams, and lend each byte to only one storage.
-    /// An arena whose keys and values alternate in memory may lend the same bytes to both of its storages.
+    /// As an exception, if the keys and values of an arena alternate in memory, its two storages may cover
+    /// the same bytes.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Device`] if the driver has no memory at the address or the memory is on
-    /// another device, [`kvcore::Error::TooLarge`] if the allocation is smaller, and [`kvcore::Error::Zero`]
-    /// if `bytes` is 0.
+    /// another device, [`kvcore::Error::TooLarge`] if the allocation is smaller than `bytes`, and
+    /// [`kvcore::Error::Zero`] if `bytes` is 0.
     pub unsafe fn lent(
         &self,
         address: u64,
@@ -104,7 +106,7 @@ impl Backend for CudaBackend {
             dtypes: DType::COMPUTE.to_vec(),
             formats: KvFormat::QUANTIZED.to_vec(),
             memory: vec![MemoryKind::Device, MemoryKind::Pinned],
-            missing: reserve.into_iter().chain(["attend_mass"]).collect(),
+            missing: reserve.into_iter().collect(),
         }
     }
 

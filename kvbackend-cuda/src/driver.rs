@@ -24,19 +24,19 @@ pub(crate) fn version() -> Result<i32> {
         // SAFETY: loading a library runs its initialisers; the driver's have no other effect.
         if !unsafe { sys::is_culib_present() } {
             return Err(
-                "the driver library (libcuda.so.1 or nvcuda.dll) was not found; install NVIDIA's driver, \
-                        or name its folder in LD_LIBRARY_PATH"
+                "the driver library (libcuda.so.1 or nvcuda.dll) was not found; install NVIDIA's driver, or add its \
+                        folder to LD_LIBRARY_PATH"
                     .to_owned(),
             );
         }
-        result::init().map_err(|error| format!("the driver does not start: {}", text(error)))?;
+        result::init().map_err(|error| format!("the driver cannot start: {}", text(error)))?;
         let mut version = 0;
         // SAFETY: `version` is valid for writes.
         let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
-        status.result().map_err(|error| format!("the driver does not tell its version: {}", text(error)))?;
+        status.result().map_err(|error| format!("the driver does not report its version: {}", text(error)))?;
         if version < OLDEST {
             return Err(format!(
-                "the driver serves CUDA {}.{}; update it to one for CUDA {}.{} or later",
+                "the driver supports CUDA {}.{}; update it to a driver for CUDA {}.{} or later",
                 version / 1000,
                 version % 1000 / 10,
                 OLDEST / 1000,
@@ -110,11 +110,11 @@ pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> E
     }
     let reason = match result::mem_get_info() {
         Ok((free, total)) if kind == MemoryKind::Device && free >= bytes => format!(
-            "{free} of the device's {total} bytes are free, but not in one piece or not to this process; use fewer \
-             blocks, or end other programs on the device"
+            "{free} of the device's {total} bytes are free, but not contiguously or not for this process; use fewer \
+             blocks, or stop other programs on the device"
         ),
         Ok((free, total)) if kind == MemoryKind::Device => format!(
-            "{free} of the device's {total} bytes are free; use fewer blocks, or end other programs on the device"
+            "{free} of the device's {total} bytes are free; use fewer blocks, or stop other programs on the device"
         ),
         _ => text(error),
     };

@@ -52,8 +52,8 @@ impl DeviceFacts {
         let (major, minor) = self.compute_capability;
         (major < OLDEST).then(|| {
             format!(
-                "compute capability {major}.{minor} is too old for the kernels, which need {OLDEST}.0; the wgpu backend may \
-                 serve it"
+                "compute capability {major}.{minor} is too old for the kernels, which need {OLDEST}.0; the wgpu backend \
+                 may support it"
             )
         })
     }

@@ -176,8 +176,5 @@ impl Modules {
 }
 
 fn no_text(kernel: CudaKernel) -> Error {
-    Error::Device {
-        backend: NAME,
-        reason: format!("kernel {} is not a text without zero bytes", kernel.name),
-    }
+    Error::Device { backend: NAME, reason: format!("kernel {} contains a zero byte", kernel.name) }
 }

@@ -94,7 +94,7 @@ pub(crate) fn unfit(limits: &Limits) -> Option<String> {
     ]
     .into_iter()
     .find(|(_, has, needs)| has < needs)
-    .map(|(what, has, needs)| format!("it allows {has} {what}, the kernels need {needs}"))
+    .map(|(what, has, needs)| format!("it allows {has} {what}, but the kernels need {needs}"))
 }
 
 /// Opens the adapter that the options select.
@@ -127,8 +127,8 @@ pub(crate) fn open(options: &WgpuOptions) -> Result<(wgpu::Device, Queue)> {
 }
 
 /// The message for a machine without any adapter.
-pub const NO_ADAPTER: &str = "no Vulkan, Metal or DirectX 12 adapter was found; install the driver of the GPU, or a \
-                          software adapter (Debian, Ubuntu: apt-get install mesa-vulkan-drivers libvulkan1)";
+pub const NO_ADAPTER: &str = "no Vulkan, Metal or DirectX 12 adapter was found; install the GPU's driver, or a software \
+                          adapter (Debian, Ubuntu: apt-get install mesa-vulkan-drivers libvulkan1)";
 
 fn chosen<'a>(adapters: &'a [Adapter], wanted: &str) -> std::result::Result<&'a Adapter, String> {
     let names: Vec<String> = adapters.iter().map(|adapter| adapter.get_info().name).collect();
@@ -139,6 +139,6 @@ fn chosen<'a>(adapters: &'a [Adapter], wanted: &str) -> std::result::Result<&'a 
     };
     by_number.or_else(by_name).ok_or_else(|| {
         let list: Vec<String> = names.iter().enumerate().map(|(i, name)| format!("{i} ({name})")).collect();
-        format!("no adapter is {wanted:?}; take one of these: {}", list.join(", "))
+        format!("no adapter matches {wanted:?}; use one of these: {}", list.join(", "))
     })
 }

@@ -143,7 +143,7 @@ impl GpuDevice {
             return Ok(());
         }
         let what = format!(
-            "rows that take {} bytes of workgroup memory: the device has {bytes}, the cpu backend has no such limit",
+            "rows that take {} bytes of workgroup memory: the device has only {bytes}; the cpu backend has no such limit",
             4 * words
         );
         Err(Error::Unsupported { backend: NAME, what })
@@ -152,8 +152,10 @@ impl GpuDevice {
     /// Returns the error for an operation with lists that are too long to bind.
     pub(crate) fn lists_too_long(&self, bytes: u64) -> Error {
         let most = self.limits.max_storage_buffer_binding_size;
-        let what =
-            format!("an operation with {bytes} bytes of lists: the device binds {most} at once; divide it");
+        let what = format!(
+            "an operation with {bytes} bytes of lists: the device can bind only {most} at once; split the \
+                 operation"
+        );
         Error::Unsupported { backend: NAME, what }
     }
 
@@ -220,7 +222,7 @@ impl GpuDevice {
         let wait = || self.handle.poll(PollType::Wait { submission_index, timeout });
         catch_unwind(AssertUnwindSafe(wait)).map_or_else(
             |_| {
-                let _ = self.health.lost.set("the driver lost it while it worked".to_owned());
+                let _ = self.health.lost.set("the driver lost it during an operation".to_owned());
                 Ok(())
             },
             |polled| polled.map(drop),

@@ -64,7 +64,7 @@ impl WgpuStorage {
         if !buffer.usage().contains(USAGES) {
             return Err(Error::Unsupported {
                 backend: NAME,
-                what: format!("a buffer for {:?}; it must be made for {USAGES:?}", buffer.usage()),
+                what: format!("a buffer for {:?}; it must be created for {USAGES:?}", buffer.usage()),
             });
         }
         let len = buffer.size() as usize;
@@ -92,7 +92,7 @@ impl WgpuStorage {
     pub(crate) fn buffer(&self) -> Result<Buffer> {
         self.buffer.lock().clone().ok_or_else(|| Error::Device {
             backend: NAME,
-            reason: "a storage was used whose memory is unmapped; map it first".to_owned(),
+            reason: "the memory of a storage is not mapped; map it first".to_owned(),
         })
     }
 }
@@ -108,7 +108,7 @@ fn create(device: &GpuDevice, kind: MemoryKind, bytes: usize) -> Result<Buffer> 
         }
         _ => {
             let what =
-                format!("{kind} memory on this device, which cannot bind host memory: take device memory");
+                format!("{kind} memory on this device, which cannot bind host memory; use device memory");
             return Err(Error::Unsupported { backend: NAME, what });
         }
     };

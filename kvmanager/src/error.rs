@@ -18,10 +18,10 @@ pub enum Error {
         block: BlockId,
     },
     /// Another sequence already has this ID.
-    #[error("sequence {0} exists already")]
+    #[error("sequence {0} already exists")]
     SequenceExists(u64),
     /// A sequence would exceed its maximum number of blocks.
-    #[error("sequence {sequence} would have {blocks} blocks, the limit is {limit}")]
+    #[error("sequence {sequence} would have {blocks} blocks, but the limit is {limit}")]
     SequenceTooLong {
         /// The ID of the sequence.
         sequence: u64,
@@ -34,7 +34,7 @@ pub enum Error {
     #[error("unknown request {0}")]
     UnknownRequest(u64),
     /// A piece of a merge has already arrived.
-    #[error("stage {stage} of chunk {chunk} has arrived already")]
+    #[error("stage {stage} of chunk {chunk} has already arrived")]
     DuplicatePiece {
         /// The index of the piece's chunk.
         chunk: usize,
@@ -50,7 +50,7 @@ pub enum Error {
         stage: usize,
     },
     /// A fraction, threshold or heat is not between 0 and 1.
-    #[error("{what} is {value}, not between 0 and 1")]
+    #[error("{what} is {value}; it must be between 0 and 1")]
     NotAFraction {
         /// The name of the quantity.
         what: &'static str,

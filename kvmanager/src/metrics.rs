@@ -61,19 +61,19 @@ pub struct PoolMetrics {
 }
 
 const COLUMNS: [NumberColumn<PoolMetrics>; 11] = [
-    ("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of the pool", |m| m.total as f64),
-    ("kvcore_pool_available_blocks", MetricKind::Gauge, "Blocks that a reservation can take", |m| {
+    ("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks in the pool", |m| m.total as f64),
+    ("kvcore_pool_available_blocks", MetricKind::Gauge, "Blocks available for reservations", |m| {
         m.available as f64
     }),
-    ("kvcore_pool_in_flight_blocks", MetricKind::Gauge, "Blocks that requests hold", |m| m.in_flight as f64),
-    ("kvcore_pool_utilization_ratio", MetricKind::Gauge, "Share of the blocks that requests hold", |m| {
+    ("kvcore_pool_in_flight_blocks", MetricKind::Gauge, "Blocks held by requests", |m| m.in_flight as f64),
+    ("kvcore_pool_utilization_ratio", MetricKind::Gauge, "Fraction of blocks held by requests", |m| {
         m.utilization
     }),
     ("kvcore_pool_reservations", MetricKind::Counter, "Reservations made", |m| m.reservations as f64),
     (
         "kvcore_pool_refused",
         MetricKind::Counter,
-        "Reservations refused because too few blocks were available",
+        "Reservations rejected because too few blocks were available",
         |m| m.refused as f64,
     ),
     ("kvcore_pool_releases", MetricKind::Counter, "Requests released", |m| m.releases as f64),
@@ -81,15 +81,15 @@ const COLUMNS: [NumberColumn<PoolMetrics>; 11] = [
     ("kvcore_pool_released_blocks", MetricKind::Counter, "Blocks freed by releases", |m| {
         m.released_blocks as f64
     }),
-    ("kvcore_pool_taken_blocks", MetricKind::Counter, "Blocks given to callers that share them", |m| {
+    ("kvcore_pool_taken_blocks", MetricKind::Counter, "Blocks that callers took over to share them", |m| {
         m.taken_blocks as f64
     }),
     ("kvcore_pool_evictions", MetricKind::Counter, "Cached blocks that were evicted", |m| m.evictions as f64),
 ];
 
 const HISTOGRAMS: [LatencyColumn<PoolMetrics>; 2] = [
-    ("kvcore_pool_allocation_seconds", "How long reservations took", |m| &m.allocation),
-    ("kvcore_pool_release_seconds", "How long releases took", |m| &m.release),
+    ("kvcore_pool_allocation_seconds", "Time per reservation", |m| &m.allocation),
+    ("kvcore_pool_release_seconds", "Time per release", |m| &m.release),
 ];
 
 impl PoolMetrics {
@@ -117,8 +117,8 @@ impl PoolMetrics {
         }
     }
 
-    /// Compares the metrics with the goals of seed 003: more than 10 % of the blocks available, less than 90
-    /// % in flight, reservations below 1 ms and releases below 0.5 ms. For latencies, the 99th percentile is
+    /// Compares the metrics with fixed goals: more than 10 % of the blocks available, less than 90 % in
+    /// flight, reservations below 1 ms and releases below 0.5 ms. For latencies, the 99th percentile is
     /// compared, rounded up to the end of its bucket. If there were no calls, it is unknown whether the goal
     /// is met.
     pub fn goals(&self) -> [Goal; 4] {
@@ -144,7 +144,7 @@ impl PoolMetrics {
                 family.sample(&labels, state.count(&metrics.counts) as f64);
             }
         }
-        let help = "Blocks looked up by key";
+        let help = "Block lookups by key";
         let family = text.family("kvcore_pool_lookups", MetricKind::Counter, help);
         for (pool, PoolMetrics { lookups, .. }) in pools {
             family

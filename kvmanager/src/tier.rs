@@ -34,8 +34,9 @@ pub struct TierThresholds {
 }
 
 impl Default for TierThresholds {
-    /// Returns the thresholds of seed 003: the device offloads blocks if more than 85 % of its blocks are in
-    /// use, the host offloads above 90 %, and blocks with a heat above 0.7 are prefetched.
+    /// Returns the thresholds for three tiers: device, host and disk. The device offloads blocks to the host
+    /// if more than 85 % of its blocks are in use, the host offloads blocks to disks above 90 %, and blocks
+    /// with a heat above 0.7 are prefetched.
     fn default() -> Self {
         Self { device_offload: 0.85, host_offload: 0.90, prefetch: 0.70 }
     }

@@ -54,7 +54,10 @@ pub(crate) fn provide(command: &mut Command) -> Result {
     if Path::new("/dev/davinci_manager").exists() || std::env::var_os(VARIABLE).is_some() {
         return Ok(());
     }
-    println!("no NPU here (no /dev/davinci_manager), and {VARIABLE} is not set: the simulator stands in");
+    println!(
+        "this machine has no NPU (no /dev/davinci_manager), and {VARIABLE} is not set; the simulator is used \
+         instead"
+    );
     command.env(VARIABLE, build()?);
     Ok(())
 }

@@ -56,7 +56,7 @@ pub(crate) fn bindgen(args: &BindgenArgs) -> Result {
     if args.check {
         none_of("differ from ascend.h; run `cargo xtask bindgen`", &different)?;
     }
-    println!("{} of {} files of bindings changed", different.len(), FILES.len());
+    println!("{} of {} binding files changed", different.len(), FILES.len());
     Ok(())
 }
 

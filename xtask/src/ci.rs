@@ -141,9 +141,9 @@ fn counts(outcomes: &[CommandOutcome]) -> Sums {
 
 /// Returns the table of times, with a mark at each step that was over budget.
 fn table(steps: &[CiStep], outcomes: &[CommandOutcome], total: Seconds) -> String {
-    let mut text = format!("{:>8} {:>10} {:>7}  {:<6}  step\n", "seconds", "processor", "budget", "");
+    let mut text = format!("{:>8} {:>10} {:>7}  {:<6}  step\n", "seconds", "CPU time", "budget", "");
     let mut row = |seconds: Seconds, budget: u32, what: &str, name: &str| {
-        let mark = if seconds.wall > SLOW * f64::from(budget) { "  over its budget" } else { "" };
+        let mark = if seconds.wall > SLOW * f64::from(budget) { "  over budget" } else { "" };
         let (wall, cpu) = (seconds.wall, seconds.cpu_text());
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{wall:>8.0} {cpu:>10} {budget:>7}  {what:<6}  {name}{mark}");

@@ -25,7 +25,7 @@ impl Seconds {
 
 impl fmt::Display for Seconds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:.0} s, {} of processors", self.wall, self.cpu_text())
+        write!(f, "{:.0} s, {} s of CPU time", self.wall, self.cpu_text())
     }
 }
 
@@ -74,7 +74,7 @@ mod tests {
     #[test]
     fn seconds_that_are_not_known_are_a_dash() {
         let (known, unknown) = (Seconds { wall: 1.0, cpu: Some(2.0) }, Seconds { wall: 3.0, cpu: None });
-        assert_eq!(known.to_string(), "1 s, 2 of processors");
-        assert_eq!(unknown.to_string(), "3 s, – of processors");
+        assert_eq!(known.to_string(), "1 s, 2 s of CPU time");
+        assert_eq!(unknown.to_string(), "3 s, – s of CPU time");
     }
 }

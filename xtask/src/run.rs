@@ -117,7 +117,7 @@ pub const STRICT: &str = "KVCACHE_STRICT";
 /// Prints a message that a task is skipped, with the reason. Returns an error if [`STRICT`] is set.
 pub fn skip(reason: &str) -> Result {
     if std::env::var_os(STRICT).is_some() {
-        return Err(format!("nothing may be skipped here: {reason}"));
+        return Err(format!("nothing may be skipped here, but a test was skipped: {reason}"));
     }
     println!("SKIPPED: {reason}");
     Ok(())

@@ -34,7 +34,7 @@ impl Storey {
 /// crate.
 pub(crate) fn check() -> Result {
     let upward = upward(&packages()?, &format!("{}/", root().display()));
-    none_of("a crate depends on one of a higher storey (see ARCHITECTURE.md)", &upward)
+    none_of("a crate depends on a crate of a higher storey (see ARCHITECTURE.md)", &upward)
 }
 
 /// Returns the dependencies on higher storeys, as `a → b`.

@@ -113,7 +113,11 @@ fn of_missing(missing: &[Tool]) -> Vec<String> {
 /// installs it.
 pub fn require(what: &str, tools: &[Tool]) -> Result {
     match tools.iter().find(|tool| !tool.is_here()) {
-        Some(tool) => Err(format!("{what} needs more than this machine has; on Debian: {}", tool.bring())),
+        Some(tool) => Err(format!(
+            "{what} needs tools that this machine lacks; on Debian, install them with: \
+             {}",
+            tool.bring()
+        )),
         None => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! The engine, the questions and the options for asking them, for `kvc eval` and `kvc tune`.
+//! Creates the engine, the questions and the evaluation options for `kvc eval` and `kvc tune`.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use kvmodel::{ModelDirectory, TextCodec};
 use crate::args::{AskingArgs, EngineArgs};
 use crate::backend::OpenedBackend;
 use crate::error::{Error, Result};
-use crate::{backend, embedded, load};
+use crate::{backend, decoys, embedded, load};
 
 /// Loads the model to ask, with its caches.
 pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, TextCodec)> {
@@ -27,38 +27,40 @@ pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, 
     Ok((engine, codec))
 }
 
-/// Returns the options for asking the questions. The command decides what to measure.
-pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
+/// Returns the evaluation options, except for the quantity to measure, which the command sets.
+pub(crate) fn options(asking: &AskingArgs) -> Result<EvalOptions> {
     let separator = match &asking.separator {
         Some(text) => text.replace("\\n", "\n"),
         None if asking.chat => "\n\n".to_owned(),
         None => String::new(),
     };
-    EvalOptions {
-        style: PromptStyle { chat: asking.chat, separator },
+    let decoys = decoys::read(&asking.decoys, &Texts::decoys())?;
+    Ok(EvalOptions {
+        style: PromptStyle { chat: asking.chat, separator, decoys },
         answer_tokens: asking.answer_tokens,
         first_draw: asking.first_seed,
         ..EvalOptions::default()
-    }
+    })
 }
 
-/// The number of questions of each kind per draw, if answers are only counted.
+/// The default number of questions of each kind per draw if right answers are only counted.
 pub(crate) const SHOWN: usize = 20;
-/// The number of questions of each kind per draw, if a loss is judged. With five draws, they are enough to
-/// show that a measured loss of zero is at most two percentage points.
+/// The default number of questions of each kind per draw if a loss is judged. In five draws, this is enough
+/// to show that the loss is at most two percentage points if none was measured.
 pub(crate) const JUDGED: usize = 30;
-/// The number of notes per prompt, for a model without its own questions.
+/// The number of notes per prompt if the model's directory has no questions.
 const NOTES: usize = 2;
 
-/// Returns the questions for each seed. The options give the number of each kind; by default it is `usual`.
+/// Returns the questions for each seed. If the options do not set the number of questions of each kind, it is
+/// `usual`.
 pub(crate) fn questions(asking: &AskingArgs, usual: usize) -> Result<Vec<Vec<Question>>> {
     let mut draws = drawn(asking, asking.questions.unwrap_or(usual))?;
     draws.retain(|questions| !questions.is_empty());
     if draws.is_empty() { Err(Error::NoKind) } else { Ok(draws) }
 }
 
-/// Returns the first question that contains the separator, with the name of the field. A white space
-/// separator may occur anywhere.
+/// Returns the index of the first question whose documents or system prompt contain the separator, and the
+/// name of the field that contains it. A separator of only white space is never reported.
 fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
     let separator = separator.trim();
     let holds = |(at, question): (usize, &Question)| {
@@ -72,7 +74,7 @@ fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
 
 /// Returns the questions of the requested kinds for each seed. The list for a seed may be empty.
 fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
-    let beside = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
+    let in_model = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &Path| {
         std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
     };
@@ -94,11 +96,11 @@ fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
     if let Some(documents) = asking.texts {
         return Ok(texts(documents));
     }
-    if let Some(path) = asking.dataset.clone().or_else(|| beside("dataset.jsonl")) {
+    if let Some(path) = asking.dataset.clone().or_else(|| in_model("dataset.jsonl")) {
         let text = read(&path)?;
         let mut all = Question::read_all(&text, asking.grader)
             .map_err(|source| Error::Questions { path: path.clone(), source })?;
-        if let Some((at, field)) = holding(&all, &options(asking).style.separator) {
+        if let Some((at, field)) = holding(&all, &options(asking)?.style.separator) {
             let mut lines = text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty());
             let line = lines.nth(at).map_or(0, |(_, line)| line);
             return Err(Error::Separator { path, line, field });
@@ -109,12 +111,12 @@ fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
         let part = |seed: usize| all.iter().skip(seed).step_by(asking.seeds).cloned().collect::<Vec<_>>();
         return Ok((0..asking.seeds).map(part).collect());
     }
-    let world = match (&asking.model, beside("world.json")) {
+    let world = match (&asking.model, in_model("world.json")) {
         (None, _) => World::from_json(embedded::WORLD)?,
         (Some(_), Some(path)) => World::from_json(&read(&path)?)?,
         (Some(_), None) => {
             eprintln!(
-                "no --dataset is given: the questions are about {NOTES} invented notes (--texts N asks about N)"
+                "no --dataset was given, so the questions are about {NOTES} invented notes (--texts N asks about N notes)"
             );
             return Ok(texts(NOTES));
         }

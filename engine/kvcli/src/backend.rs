@@ -24,7 +24,7 @@ impl OpenedBackend {
     fn with_host(backend: Arc<dyn Backend>, threads: Option<usize>) -> Result<Self> {
         #[cfg(feature = "cpu")]
         if threads.is_some() {
-            let dense = kvmodel::dense::HostDense::beside(cpu(threads)?.as_ref());
+            let dense = kvmodel::dense::HostDense::on(cpu(threads)?.as_ref());
             return Ok(Self { backend, dense: Arc::new(dense) });
         }
         let _ = threads;
@@ -51,7 +51,7 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
         #[cfg(feature = "cpu")]
         BackendName::Cpu => {
             let backend = cpu(threads)?;
-            Ok(OpenedBackend { dense: Arc::new(kvmodel::dense::HostDense::beside(&backend)), backend })
+            Ok(OpenedBackend { dense: Arc::new(kvmodel::dense::HostDense::on(&backend)), backend })
         }
         #[cfg(not(feature = "cpu"))]
         BackendName::Cpu => Err(crate::error::Error::NoBackend("cpu")),
@@ -65,7 +65,7 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
             let backend =
                 kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvengine::Error::from)?;
             let dense = kvmodel::dense::AscendDense::new(&backend);
-            beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
+            with_dense(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
         }
         #[cfg(not(feature = "ascend"))]
         BackendName::Ascend { .. } => Err(crate::error::Error::NoBackend("ascend")),
@@ -97,13 +97,13 @@ fn cuda(device: usize, threads: Option<usize>) -> Result<OpenedBackend> {
     let options = kvbackend_cuda::CudaOptions { device, ..kvbackend_cuda::CudaOptions::default() };
     let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvengine::Error::from)?;
     let dense = kvmodel::dense::CudaDense::new(&backend);
-    beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
+    with_dense(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
 }
 
 /// Returns a backend with `dense`, its device's dense steps. If the device's libraries cannot run the steps,
 /// they run on the host instead, and a note on standard error explains this.
 #[cfg(any(feature = "ascend", feature = "cuda"))]
-fn beside(
+fn with_dense(
     backend: Arc<dyn Backend>,
     dense: kvmodel::Result<Arc<dyn Dense>>,
     threads: Option<usize>,
@@ -112,7 +112,8 @@ fn beside(
         Ok(dense) => Ok(OpenedBackend { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
             eprintln!(
-                "note: norms and products run on the CPU, slowly and without graphs of decode steps, because {reason}"
+                "note: norms and matrix products run on the CPU, which is slow and prevents captured decode steps, \
+                 because {reason}"
             );
             OpenedBackend::with_host(backend, threads)
         }

@@ -123,7 +123,7 @@ fn ascend() -> Listed {
     let int8 = missing.clone().all(|operator| operator.serves != kvbackend_ascend::Serves::Int8Caches);
     let lacks: Vec<String> =
         missing.map(|operator| format!("{} ({})", operator.name, operator.serves)).collect();
-    let lacks = if lacks.is_empty() { "all".to_owned() } else { format!("all but {}", lacks.join(", ")) };
+    let lacks = if lacks.is_empty() { "all".to_owned() } else { format!("all except {}", lacks.join(", ")) };
     let listed = devices.into_iter().map(|device| {
         let (major, minor, patch) = device.interface;
         ListedDevice {
@@ -164,7 +164,7 @@ fn wgpu() -> Listed {
         name: adapter.name,
         limits: vec![
             ("largest buffer", mib(adapter.max_buffer)),
-            ("bound at once", mib(adapter.max_binding)),
+            ("largest binding", mib(adapter.max_binding)),
             ("workgroup memory", format!("{} KiB", adapter.workgroup_memory >> 10)),
         ],
         features: vec![("f16 arithmetic", adapter.native_f16), ("host memory", adapter.host_memory)],

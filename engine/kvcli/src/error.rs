@@ -48,17 +48,18 @@ pub(crate) enum Error {
     #[error("cannot read {path}: {source}")]
     ReadAnswers { path: PathBuf, source: std::io::Error },
     /// A line in an answer file is not an answer.
-    #[error("{path}, line {line}: {reason}; kvc eval --answers writes such files")]
+    #[error("{path}, line {line}: {reason}; use a file that kvc eval --answers wrote")]
     Answer { path: PathBuf, line: usize, reason: String },
     /// The answer files are empty.
-    #[error("the files of --read contain no answers")]
+    #[error("the files given with --read contain no answers; use files that kvc eval --answers wrote")]
     NoAnswers,
     /// An arrival trace cannot be read.
     #[error("cannot read the trace {path}: {source}")]
     Trace { path: PathBuf, source: std::io::Error },
     /// A line of a trace is not an arrival.
     #[error(
-        "{path}, line {line}: {reason}; a line is a JSON object with at (seconds), prompt_tokens and answer_tokens"
+        "{path}, line {line}: {reason}; each line must be a JSON object with at (seconds), prompt_tokens and \
+         answer_tokens"
     )]
     Arrival { path: PathBuf, line: usize, reason: String },
     /// The question file has a malformed line, or no questions.
@@ -66,27 +67,28 @@ pub(crate) enum Error {
     Questions { path: PathBuf, source: kvlab::Error },
     /// Full attention answers too few questions correctly for reuse to be judged.
     #[error(
-        "full attention itself answers {right:.0} % of the questions, too few to judge reuse by (--floor {floor:.0}); no file was \
-         written. Ask questions that the model can answer, with fewer --texts or another --dataset"
+        "full attention itself answers only {right:.0} % of the questions correctly, too few to judge reuse (--floor \
+         {floor:.0}), so no file was written; ask questions that the model can answer, with fewer --texts or another \
+         --dataset"
     )]
     NothingJudged { right: f64, floor: f64 },
     /// A question's documents or system prompt contain the separator.
     #[error(
-        "{path}, line {line}: {field} contains the separator, which makes its end ambiguous; choose another one with \
-         --separator, or change the text"
+        "{path}, line {line}: {field} contains the separator, which makes its end ambiguous; choose another separator \
+         with --separator, or change the text"
     )]
     Separator { path: PathBuf, line: usize, field: String },
     /// There are no questions of the requested kinds.
     #[error(
-        "there are no questions of the kinds in --kind; texts have local, comparison and reference questions, world.json has \
-         local, cross-start and cross-middle ones"
+        "there are no questions of the kinds given with --kind; --texts has local, comparison and reference questions, \
+         and world.json has local, cross-start and cross-middle questions"
     )]
     NoKind,
     /// The gate found that reuse does not suit the model.
-    #[error("reuse is not fit for this model; these checks failed: {0}")]
+    #[error("reuse does not suit this model; these checks failed: {0}")]
     GateClosed(String),
     /// The gate could not decide whether reuse suits the model.
-    #[error("cannot decide whether reuse is fit for this model: {0}")]
+    #[error("cannot decide whether reuse suits this model: {0}")]
     GateUndecided(String),
     /// A file of results, such as a plot, cannot be written.
     #[error("cannot write {path}: {reason}")]
@@ -111,8 +113,8 @@ impl Error {
         }
         let (Self::Engine(error) | Self::Lab(kvlab::Error::Engine(error))) = self else { return None };
         match error {
-            NoChunks(_) => Some("take --cache paged, or --full-attention without --chunk-sleep"),
-            Model(Template { .. }) => Some("change the prompt or the template, or leave --chat out"),
+            NoChunks(_) => Some("use --cache paged, or --full-attention without --chunk-sleep"),
+            Model(Template { .. }) => Some("change the prompt or the template, or omit --chat"),
             // Only sleeping documents have their own memory budget.
             Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
@@ -122,7 +124,8 @@ impl Error {
                 Some("give the caches more memory: --kv-memory MIB (--help lists the default)")
             }
             Core(Allocation { .. }) | Chunk(kvchunk::Error::Core(Allocation { .. })) => Some(
-                "the device has less free memory than that; give the caches less with --kv-memory MIB, or free some",
+                "the device has less free memory than that; give the caches less memory with --kv-memory MIB, or free \
+                 memory on the device",
             ),
             _ => None,
         }

@@ -1,4 +1,4 @@
-//! `kvc`: a language model on the caches of `kvcore`.
+//! `kvc`: runs a language model on the caches of `kvcore`.
 //!
 //! Exit codes: 0 for success, 1 for a failure, 2 for wrong usage.
 //!
@@ -13,6 +13,7 @@ mod args;
 mod asking;
 mod backend;
 mod bench;
+mod decoys;
 mod demo;
 mod devices;
 mod embedded;

@@ -28,7 +28,7 @@ impl fmt::Display for MemoryJson {
         let mib = |bytes: usize| bytes as f64 / 1_048_576.0;
         write!(f, "{:.1} MiB of weights, {:.1} MiB for KV", mib(self.weight_bytes), mib(self.kv_bytes))?;
         match self.peak_bytes {
-            Some(peak) => write!(f, "; {:.1} MiB in memory at most", mib(peak)),
+            Some(peak) => write!(f, "; peak memory {:.1} MiB", mib(peak)),
             None => Ok(()),
         }
     }

@@ -117,7 +117,8 @@ impl fmt::Display for SleepJson {
         let kib = |bytes: usize| bytes as f64 / 1024.0;
         write!(
             f,
-            "{} chunks put to sleep ({}), {} woken by hits: {:.1} KiB of the device freed for {:.1} KiB of host memory",
+            "{} chunks put to sleep ({}), {} woken by hits: {:.1} KiB of device memory freed, {:.1} KiB of host memory \
+             used",
             self.slept,
             self.form,
             self.woken,
@@ -150,8 +151,8 @@ impl fmt::Display for GraphsJson {
             1 => "1 graph".to_owned(),
             n => format!("{n} graphs"),
         };
-        write!(f, "decode steps: {by_graphs} by {of}, {eager} kernel by kernel")?;
-        if refused > 0 { write!(f, " ({refused} captures refused)") } else { Ok(()) }
+        write!(f, "decode steps: {by_graphs} with {of}, {eager} kernel by kernel")?;
+        if refused > 0 { write!(f, " ({refused} captures rejected)") } else { Ok(()) }
     }
 }
 

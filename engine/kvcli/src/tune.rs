@@ -1,4 +1,4 @@
-//! `kvc tune`: finds the cheapest reuse settings with a bounded loss compared with full attention.
+//! `kvc tune`: finds the cheapest reuse settings whose loss compared with full attention is within a limit.
 
 use std::io::Write;
 
@@ -17,9 +17,10 @@ use crate::report::{json, table};
 struct TuneReport<'a> {
     #[serde(flatten)]
     tuning: &'a Tuning,
-    /// True if the answers bound the loss, false if they refute the bound, null if they do neither.
+    /// True if the answers show that the loss is within the limit, false if they show that it is not, and
+    /// null if they show neither.
     fits: Option<bool>,
-    /// Null if no candidate passed.
+    /// The file that was written; null if no candidate passed.
     file: Option<&'a std::path::Path>,
 }
 
@@ -41,7 +42,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
         floor: args.floor / 100.0,
         ..GateLimits::of(args.engine.dtype)
     };
-    let options = TuneOptions { candidates, limits, eval: asking::options(&args.asking) };
+    let options = TuneOptions { candidates, limits, eval: asking::options(&args.asking)? };
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
     let mut progress = counting(&bar);
     let tuning = Tuning::search(&mut engine, &codec, (&screened, &judged), &options, &mut progress)?;
@@ -84,14 +85,15 @@ fn fits(row: &TuneRow) -> Option<bool> {
     }
 }
 
-/// Returns the first questions of every draw, the same number from each.
+/// Returns up to `count` questions: the first questions of every draw, taken from the draws in turn.
 fn screened(draws: &[Vec<Question>], count: usize) -> Vec<Question> {
     let longest = draws.iter().map(Vec::len).max().unwrap_or(0);
     let each = (0..longest).flat_map(|at| draws.iter().filter_map(move |draw| draw.get(at)));
     each.take(count).cloned().collect()
 }
 
-/// Returns candidates of different costs. Deviations are compared at layer 1 and at a third of the layers.
+/// Returns the default candidates, which differ in cost. Joint strategies compare deviations at layer 1, and
+/// blends at a third of the model's depth.
 fn usual(layers: usize) -> Vec<Arm> {
     let third = (layers / 3).max(1);
     let blend = |share: f64| format!("blend:{share}@{third}");
@@ -149,8 +151,8 @@ fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
             None => (String::new(), String::new()),
         };
         let verdict = match row.verdict {
-            Some(Verdict::Holds) => "bounded",
-            Some(Verdict::Fails) => "loses more",
+            Some(Verdict::Holds) => "within limit",
+            Some(Verdict::Fails) => "above limit",
             Some(Verdict::CannotSay) => "undecided",
             None => "",
         };
@@ -168,28 +170,31 @@ fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
     writeln!(out, "{rows}")?;
     writeln!(
         out,
-        "\nDivergence from full attention is in nats a token; operations of the prefill and the time to first token are shares of \
-         full attention's. Points lost, of a hundred questions: those that only full attention answered, less those that only this \
-         way answered; in brackets the least and the most that the answers do not refute (one-sided 95 % for each way by itself)."
+        "\nDivergence from full attention is in nats per token. The operations of the prefill and the time to first \
+         token (TTFT) are relative to full attention. Points lost, per hundred questions: the questions that only full \
+         attention answered correctly, minus the questions that only this candidate answered correctly. In brackets: the \
+         smallest and the largest loss that the answers do not rule out (one-sided 95 % confidence, for each candidate \
+         by itself)."
     )?;
     let Some(choice) = tuning.choice() else { return Ok(()) };
     let file = args.out.display();
     if fits(choice) == Some(true) {
         writeln!(
             out,
-            "\n{file} has the cheapest way whose loss is at most {} points: {}. Of many ways one may pass by chance: judge it by \
-             other questions, with `kvc eval --gate --reuse {file}` and another --dataset or --first-seed.",
+            "\n{file} contains the cheapest candidate whose loss is at most {} points: {}. With many candidates, one may \
+             pass by chance: check it with other questions, using `kvc eval --gate --reuse {file}` and another --dataset \
+             or --first-seed.",
             args.within, choice.name
         )?;
     } else {
         writeln!(
             out,
-            "\nNo way bounds its loss by {} points. {file} has the one with the least bound: {}. Ask more questions, or allow more \
-             points.",
+            "\nThe answers do not show for any candidate that its loss is at most {} points. {file} contains the \
+             candidate with the lowest upper bound: {}. Ask more questions, or allow a larger loss with --within.",
             args.within, choice.name
         )?;
     }
-    Ok(writeln!(out, "Use it:  kvc run --reuse {file}")?)
+    Ok(writeln!(out, "To use it:  kvc run --reuse {file}")?)
 }
 
 #[cfg(test)]

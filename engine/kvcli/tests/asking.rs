@@ -250,8 +250,13 @@ fn missing_parts_of_a_prompt_are_reported() {
     assert!(run(&[&ask[..], &["0.05"]].concat()).1.contains(no_room));
     assert!(!run(&[&ask[..], &["0.5"]].concat()).1.contains(no_room));
     let said = |text: &str| run(&["--separator", "##", "--prompt", text]).1;
-    assert!(said("alba is red . ## alba ?").contains("One \"##\" only: taken as an ordinary prompt"));
-    assert!(said("alba ?").contains("No \"##\" in the prompt: taken as an ordinary prompt"));
+    assert!(said("alba is red . ## alba ?").contains(
+        "The prompt contains \"##\" only once, so it is treated as an \
+         ordinary prompt"
+    ));
+    assert!(
+        said("alba ?").contains("The prompt does not contain \"##\", so it is treated as an ordinary prompt")
+    );
     assert!(!said(&[SYSTEM, A, "alba ?"].join("##")).contains("ordinary"));
 }
 
@@ -261,7 +266,7 @@ fn an_answer_that_was_cut_says_so() {
     let dir = dir.arg("");
     let ask = ["--model", &dir, "-p", "alba is red . alba ?"];
     let (_, said) = run(&[&ask[..], &["--max-new-tokens", "5"]].concat());
-    assert!(said.contains("The answer was cut after 5 tokens: raise --max-new-tokens"), "{said}");
+    assert!(said.contains("The answer was cut off after 5 tokens; raise --max-new-tokens"), "{said}");
     let fixed = ["--cache", "static", "--max-len", "16", "--max-new-tokens", "100"];
     let (_, said) = run(&[&ask[..], &fixed].concat());
     assert!(said.contains("at the last position of the model or of a static cache"), "{said}");
@@ -348,8 +353,8 @@ fn wrong_usage_is_exit_code_2() {
         (&["--messages", "a", "--system", "b"], "cannot be used with"),
         (&["--messages", "a", "--separator", "##"], "cannot be used with"),
         (&["-p", "a", "--document", "b", "--separator", "##"], "cannot be used with"),
-        (&["-p", "a", "--chunks", "sink:0"], "sink:TOKENS with at least one"),
-        (&["-p", "a", "--stop", ""], "end every answer at once"),
+        (&["-p", "a", "--chunks", "sink:0"], "sink:TOKENS or behind:DECOYS, with at least one"),
+        (&["-p", "a", "--stop", ""], "end every answer immediately"),
         (&["-p", "a", "--threads", "0"], "from 1 up"),
         (&["-p", "a", "--answer", "1"], "--json"),
         (&["--json", "-p", "a", "--answer", "1,b"], "invalid digit"),
@@ -360,7 +365,7 @@ fn wrong_usage_is_exit_code_2() {
         (&["-p", "a", "--temperature", "1", "--min-p", "1.5"], "from 0 to 1"),
         (&["-p", "a", "--repetition-penalty", "0"], "above 0"),
         (&["-p", "a", "--repetition-penalty", "-1"], "above 0"),
-        (&["-p", "a", "--presence-penalty", "nan"], "a number is needed"),
+        (&["-p", "a", "--presence-penalty", "nan"], "must be a number"),
         (&["-p", "a", "--logit-bias", "5"], "504=-5"),
         (&["-p", "a", "--logprobs", "2"], "--json"),
         (&["-p", "a", "--top-k", "5"], "--top-k has no effect at temperature 0"),
@@ -379,7 +384,7 @@ fn bad_files_are_exit_code_1_and_are_named_with_the_field() {
         fails(&["--messages", &path], 1, &format!("{path}: messages: {expected}"));
     };
     wrong("[\n{]", "key must be a string at line 2 column 2");
-    wrong("{}", "an object stands where a JSON list");
+    wrong("{}", "it is an object; it must be a JSON list");
     wrong("[]", "the list is empty");
     wrong(r#"[{"role": "user"}]"#, "message 1: field \"content\" is missing");
     wrong(r#"[{"role": "wizard", "content": "a"}]"#, "message 1: field \"role\" is \"wizard\"");
@@ -402,13 +407,13 @@ fn a_template_that_fails_names_its_line_or_its_own_words() {
         let (dir, chat) =
             (model.arg(""), Files::new(&[("chat.json", r#"[{"role": "user", "content": "a"}]"#)]));
         fails(&["--model", &dir, "--chat", "-p", "a"], 1, &place);
-        fails(&["--model", &dir, "--chat", "-p", "a"], 1, "or leave --chat out");
+        fails(&["--model", &dir, "--chat", "-p", "a"], 1, "or omit --chat");
         fails(&["--model", &dir, "--messages", &chat.arg("chat.json")], 1, &place);
         fails(&["--model", &dir, "--messages", &chat.arg("chat.json")], 1, "hint: change the conversation");
     };
     fails_with(
         "a\n{{ raise_exception('only pirates, please') }}",
-        "line 2: it refuses the conversation: only pirates, please",
+        "line 2: it rejects the conversation: only pirates, please",
     );
     fails_with("a\nb\n{% for %}", "line 3: syntax error");
 }

@@ -42,7 +42,7 @@ fn a_grouped_cache_gives_the_tokens_of_a_paged_one() {
     let [group] = &grouped["blocks"]["groups"].as_array().unwrap()[..] else { panic!("{grouped}") };
     assert_eq!((&group["kind"], &group["kv_bytes"]), (&Value::from("full"), &grouped["memory"]["kv_bytes"]));
     assert_eq!(group["blocks"], grouped["blocks"]["main"]);
-    fails(&["run", "--cache", "grouped", "--prompt", &ask], 1, "keeps no chunks");
+    fails(&["run", "--cache", "grouped", "--prompt", &ask], 1, "cannot keep chunks");
     fails(&["run", "--cache", "grouped", "--prompt", "a", "--max-len", "9"], 2, "--cache static");
     fails(&["run", "--cache", "grouped", "--prompt", "a", "--memory-share", "0.5"], 2, "--cache paged");
 }

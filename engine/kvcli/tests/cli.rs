@@ -135,7 +135,7 @@ fn documents_sleep_after_each_warm_prompt_and_hits_wake_them() {
     assert!(stderr.contains("2 chunks put to sleep (compressed), 2 woken by hits"), "{stderr}");
     fails(&["run", "--prompt", "a", "--chunk-sleep", "f16"], 2, "plain, compressed, int8[:GROUP]");
     fails(&["run", "--prompt", "a", "--chunk-sleep-memory", "1"], 2, "--chunk-sleep <FORM>");
-    fails(&["run", "--prompt", "a", "--chunk-sleep", "plain", "--cache", "static"], 1, "keeps no chunks");
+    fails(&["run", "--prompt", "a", "--chunk-sleep", "plain", "--cache", "static"], 1, "cannot keep chunks");
 }
 
 #[test]
@@ -189,13 +189,13 @@ fn wrong_usage_is_exit_code_2() {
         (&["run", "--prompt", "a", "--positions", "sideways"], "overlapped"),
         (&["run", "--prompt", "a", "--recompute", "link"], "link:K"),
         (&["run", "--prompt", "a", "--context-scale", "0"], "above 0"),
-        (&["run", "--prompt", "a##b##c", "--separator", ""], "split the text everywhere"),
+        (&["run", "--prompt", "a##b##c", "--separator", ""], "split the prompt everywhere"),
         (&["run", "--prompt", "a", "--block-size", "0"], "from 1 up"),
         (&["run", "--prompt", "a", "--kv-memory", "0"], "from 1 up"),
         (&["run", "--prompt", "a", "--full-attention", "--recompute", "full"], "cannot be used with"),
         (&["run", "--prompt", "a", "--full-attention", "--chunks", "alone"], "cannot be used with"),
         (&["run", "--prompt", "a", "--no-chunk-cache", "--chunk-sleep", "plain"], "cannot be used with"),
-        (&["run", "--prompt", "a", "--keys", "turned"], "rotated and unrotated"),
+        (&["run", "--prompt", "a", "--keys", "turned"], "rotated or unrotated"),
         (&["run", "--prompt", "a", "--max-len", "5"], "--max-len applies only to --cache static"),
         (
             &["run", "--prompt", "a", "--cache", "static", "--memory-share", "0.5"],
@@ -206,7 +206,7 @@ fn wrong_usage_is_exit_code_2() {
         (&["eval", "--gate", "--plot", "a.svg"], "cannot be used with"),
         (&["eval", "--gate", "--measure", "both"], "cannot be used with"),
         (&["eval", "--gate", "--arm", "full"], "cannot be used with"),
-        (&["eval", "--arm", "sideways,alone,none"], "is no way to answer"),
+        (&["eval", "--arm", "sideways,alone,none"], "is not a strategy"),
         (&["eval", "--texts", "1"], "from 2 to 20"),
         (&["eval", "--grader", "odd"], "token-f1"),
         (&["eval", "--within", "3"], "--gate"),
@@ -229,7 +229,7 @@ fn bad_prompts_are_exit_code_1_and_explain_the_fault() {
         ("a####b", "chunk 1 is empty"),
         ("a##b##", "question is empty"),
         ("####", "system prompt is empty"),
-        (&long, "the prompt needs position 2408, the model has 2048"),
+        (&long, "the prompt needs position 2408, but the model has only 2048 positions"),
     ] {
         fails(&["run", "--json", "--prompt", text], 1, expected);
     }
@@ -295,7 +295,7 @@ fn bad_model_directories_are_exit_code_1_and_name_the_file() {
         tokenizer["model"]["vocab"]["Ġalba"] = Value::from(5000);
         fs::write(d.join("tokenizer.json"), tokenizer.to_string()).unwrap();
     });
-    run(&vocabulary, "token id 5000 is outside the vocabulary");
+    run(&vocabulary, "token ID 5000 is outside the vocabulary");
 }
 
 #[test]
@@ -386,7 +386,7 @@ fn eval_measures_divergence_of_named_arms_and_shows_and_writes_answers() {
         "wrong",
         "divergence",
         "Lost, in points",
-        "Beyond: how much farther",
+        "Beyond: how much further",
     ] {
         assert!(shown.contains(text), "{text}: {shown}");
     }
@@ -472,14 +472,14 @@ fn bench_serve_plays_arrivals_drawn_or_from_a_file() {
     let report = run_json(&[&from_file[..], &["--json"]].concat());
     assert_eq!((&report["requests"], &report["answer_tokens"]), (&3.into(), &12.into()));
     let table = kvc(&from_file);
-    assert!(String::from_utf8_lossy(&table.stdout).contains("answer tokens a second"));
+    assert!(String::from_utf8_lossy(&table.stdout).contains("answer tokens per second"));
 
     std::fs::write(&trace, line(0.0) + "{\"at\": 1}\n").unwrap();
     fails(&from_file, 1, "line 2: missing field `prompt_tokens`");
     std::fs::write(&trace, line(-1.0)).unwrap();
     fails(&from_file, 1, "line 1: at must be a number of seconds");
     fails(&["bench", "serve", "--trace", &path("none")], 1, "cannot read the trace");
-    fails(&["bench", "serve", "--rate", "0"], 1, "a rate must be above 0");
+    fails(&["bench", "serve", "--rate", "0"], 1, "the rate must be above 0");
     fails(&["bench", "serve", "--trace", &trace, "--rate", "1"], 2, "cannot be used with");
 }
 

@@ -40,7 +40,7 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
         r#"{{"system": "{SYSTEM}", "documents": ["alba is red .", "bora is same . cedo is blue ."], "question": "bora ?", "answer": "red"}}"#
     );
     let (shown, said) = gate(&[lost.as_str(); 8].join("\n"));
-    assert!(shown.contains("NOT fit"), "{shown}");
+    assert!(shown.contains("NOT suit"), "{shown}");
     assert!(
         said.contains("these checks failed: 8 local questions: 100.0 points lost")
             && !said.contains("recomputing"),
@@ -52,11 +52,11 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     // Without right answers, reuse has nothing to lose.
     let (shown, said) = gate(&line("alba", "nobody"));
     assert!(
-        shown.contains("cannot say") && said.contains("full attention answers 0.0 % of 1"),
+        shown.contains("undecided") && said.contains("full attention answers 0.0 % of 1"),
         "{shown}{said}"
     );
     let (_, said) = gate(&line("alba", "red").replace('}', r#", "kind": "cross-start"}"#));
-    assert!(said.contains("no local question"), "{said}");
+    assert!(said.contains("no local questions"), "{said}");
     std::fs::write(file, "{").unwrap();
     fails(&["eval", "--dataset", file], 1, &format!("{file}: questions, line 1: EOF"));
     std::fs::write(
@@ -66,7 +66,7 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     .unwrap();
     let held = format!("{file}, line 3: documents[0] contains the separator");
     fails(&["eval", "--dataset", file, "--separator", " ##\n"], 1, &held);
-    let none = format!("{file}: questions, line 2: answer \"red\": it has no number");
+    let none = format!("{file}: questions, line 2: answer \"red\": it has no numbers");
     fails(&["eval", "--dataset", file, "--grader", "numbers"], 1, &none);
     std::fs::write(file, "\n").unwrap();
     fails(&["eval", "--dataset", file], 1, &format!("{file}: questions: no question"));

@@ -166,9 +166,9 @@ fn an_unknown_adapter_is_named() {
 fn a_wrong_device_is_named() {
     for (backend, message) in [
         ("cuda:99", "no device for the cuda backend"),
-        ("cuda:x", "no number of a CUDA device"),
+        ("cuda:x", "not the index of a CUDA device"),
         ("ascend:99", "no device for the ascend backend"),
-        ("ascend:x", "no number of an Ascend device"),
+        ("ascend:x", "not the index of an Ascend device"),
     ] {
         let args = ["demo", "--backend", backend];
         let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).output().unwrap();

@@ -99,7 +99,10 @@ fn no_file_is_written_where_full_attention_itself_answers_too_little() {
         let (stdout, stderr) =
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert_eq!(output.status.code(), Some(1), "{stderr}");
-        assert!(stderr.contains("answers 0 % of the questions") && stderr.contains("--floor 50"), "{stderr}");
+        assert!(
+            stderr.contains("answers only 0 % of the questions") && stderr.contains("--floor 50"),
+            "{stderr}"
+        );
         assert!(stdout.contains("sequential, alone, none"), "what was measured is shown: {stdout}");
         assert!(!fs::exists(&file).unwrap());
     }

@@ -25,7 +25,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// A file that should contain tuned reuse settings is malformed.
-    #[error("{path} holds no tuned reuse: {reason}")]
+    #[error("{path} does not contain tuned reuse settings: {reason}")]
     Tuned {
         /// The path of the file.
         path: PathBuf,
@@ -34,7 +34,7 @@ pub enum Error {
     },
     /// The reuse settings were tuned for another model.
     #[error(
-        "reuse was tuned for the model {tuned}…, and this one is {model}…: tune it for this model with kvc tune"
+        "reuse was tuned for the model {tuned}…, but this model is {model}…; run kvc tune for this model"
     )]
     TunedForOther {
         /// The first digits of the identity of the model that the settings were tuned for.
@@ -54,16 +54,18 @@ pub enum Error {
     },
     /// An operation needs chunks, but the engine has a static or a grouped cache. The string suggests what to
     /// do instead.
-    #[error("a static cache or a grouped one keeps no chunks: {0}")]
+    #[error("static and grouped caches cannot keep chunks; {0}")]
     NoChunks(&'static str),
     /// The engine cannot release its caches' memory. The string suggests what to do instead.
-    #[error("this engine's caches cannot sleep: {0}")]
+    #[error("this engine's caches cannot sleep; {0}")]
     NoSleepMode(&'static str),
     /// A request arrived while the caches are asleep.
-    #[error("the {0} of this engine sleeps; call wake_up first")]
+    #[error("the {0} of this engine is asleep; call wake_up first")]
     Asleep(PoolTag),
     /// A pool cannot sleep, because requests hold some of its blocks.
-    #[error("{held} blocks of the {pool} are held; let the requests that hold them end, then let it sleep")]
+    #[error(
+        "{held} blocks of the {pool} are in use; wait for the requests that use them to finish, then try again"
+    )]
     InUse {
         /// The pool.
         pool: PoolTag,
@@ -74,13 +76,15 @@ pub enum Error {
     #[error("the prompt is empty; give it at least one token")]
     EmptyPrompt,
     /// The request was stopped by its observer.
-    #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
+    #[error(
+        "the request was stopped by its observer, and its memory was released; send it again to get an answer"
+    )]
     Cancelled,
     /// A pass failed that computed tokens of several requests.
     #[error("the pass over this and other requests failed: {0}")]
     Pass(std::sync::Arc<Error>),
     /// The request took longer than its time limit.
-    #[error("the request took longer than its limit of {limit:?}; the tokens that came before stay valid")]
+    #[error("the request took longer than its limit of {limit:?}; the tokens generated so far stay valid")]
     TimeOut {
         /// The limit.
         limit: std::time::Duration,
@@ -93,7 +97,8 @@ pub enum Error {
     },
     /// A request asks for more samples or beams than may run at once.
     #[error(
-        "{asked} samples or beams are more than the {most} that run at once; ask for fewer, or raise Scheduling::running"
+        "{asked} samples or beams are more than the {most} that can run at the same time; use fewer, or raise \
+         Scheduling::running"
     )]
     TooManyAnswers {
         /// The number of samples or beams.

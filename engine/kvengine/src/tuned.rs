@@ -75,7 +75,7 @@ impl TunedReuse {
         let tuned: Self = serde_json::from_str(&text).map_err(|error| bad(error.to_string()))?;
         if tuned.version != VERSION {
             return Err(bad(format!(
-                "it has version {}, and {VERSION} is read: write it again with kvc tune",
+                "it has version {}, but version {VERSION} is needed; write it again with kvc tune",
                 tuned.version
             )));
         }

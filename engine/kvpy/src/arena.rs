@@ -137,7 +137,7 @@ impl Arena {
             (Some(ropes), Some(positions)) => {
                 Some(RowRotation { rope: ropes.layer(layer)?, positions: positions.0.into() })
             }
-            _ => return Err(PyValueError::new_err("give both ropes and positions, or neither")),
+            _ => return Err(PyValueError::new_err("pass both ropes and positions, or neither")),
         };
         self.run(py, Operation::Scatter(&scatter))
     }

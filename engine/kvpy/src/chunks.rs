@@ -29,7 +29,7 @@ impl PyChunkCacheConfig {
             None => "{}".to_owned(),
         };
         let config: kvchunk::ChunkCacheConfig = serde_json::from_str(&text)
-            .map_err(|error| PyValueError::new_err(format!("settings of the chunk cache: {error}")))?;
+            .map_err(|error| PyValueError::new_err(format!("chunk cache settings: {error}")))?;
         config.check().map_err(CallError::from)?;
         Ok(Self(config))
     }

@@ -88,7 +88,7 @@ impl ArenaDevice {
             (Self::Cpu(..), "device" | "host") => Ok(MemoryKind::System),
             (Self::Cuda(..), "device") => Ok(MemoryKind::Device),
             (Self::Cuda(..), "host") => Ok(MemoryKind::Pinned),
-            _ => Err(PyValueError::new_err(format!("unknown memory {name:?}: take device or host"))),
+            _ => Err(PyValueError::new_err(format!("unknown memory {name:?}; use device or host"))),
         }
     }
 
@@ -117,7 +117,7 @@ impl ArenaDevice {
             return Ok(());
         }
         let (at, here) = (name_of(device), name_of(own));
-        Err(PyValueError::new_err(format!("the tensor lies on {at}, not on {here}")))
+        Err(PyValueError::new_err(format!("the tensor is on {at}, but must be on {here}")))
     }
 
     /// Wraps another library's memory.
@@ -158,7 +158,7 @@ fn name_of(device: DLDevice) -> String {
     match device.device_type {
         DLDeviceType::CPU => "cpu".to_owned(),
         DLDeviceType::CUDA => format!("cuda:{}", device.device_id),
-        other => format!("device {} of DLPack's kind {}", device.device_id, other.0),
+        other => format!("device {} of DLPack device type {}", device.device_id, other.0),
     }
 }
 
@@ -182,7 +182,7 @@ pub(crate) fn npu(name: &str) -> PyResult<usize> {
 }
 
 fn unknown(name: &str, known: &str) -> PyErr {
-    PyValueError::new_err(format!("unknown device {name:?}: take {known}"))
+    PyValueError::new_err(format!("unknown device {name:?}; use {known}"))
 }
 
 /// A model's backend and its dense steps.
@@ -197,7 +197,7 @@ pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> 
     let (backend, dense): (Arc<dyn Backend>, kvmodel::Result<Arc<dyn Dense>>) = match parts(name) {
         ("cpu", None) => {
             let backend = host(threads)?;
-            let dense = Arc::new(HostDense::beside(&backend));
+            let dense = Arc::new(HostDense::on(&backend));
             (backend, Ok(dense))
         }
         ("cuda", number) => {
@@ -216,10 +216,10 @@ pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> 
     match dense {
         Ok(dense) => Ok(ModelDevice { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
-            let text = format!("norms and products run on the CPU, slowly, because {reason}");
+            let text = format!("norms and matrix products run on the CPU, which is slow, because {reason}");
             let text = CString::new(text).unwrap_or_default();
             PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &text, 2)?;
-            Ok(ModelDevice { backend, dense: Arc::new(HostDense::beside(host(threads)?.as_ref())) })
+            Ok(ModelDevice { backend, dense: Arc::new(HostDense::on(host(threads)?.as_ref())) })
         }
         Err(other) => Err(CallError::from(other).into()),
     }

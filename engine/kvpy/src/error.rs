@@ -8,7 +8,7 @@ create_exception!(
     kvcache,
     KvCacheError,
     PyRuntimeError,
-    "An error of kvcache. Its attributes are the numbers of the message, by name; `kind` is the name of the error."
+    "An error of kvcache. The values in the message are also attributes; `kind` is the name of the error."
 );
 
 /// An error from a lower crate, before it is converted to a Python exception.

@@ -33,7 +33,10 @@ impl PyTensor {
             DType::F32 => Ok(DLDataType::F32),
             DType::F16 => Ok(DLDataType::F16),
             DType::BF16 => Ok(DLDataType::BF16),
-            other => Err(PyValueError::new_err(format!("DLPack has no elements of {}", other.name()))),
+            other => Err(PyValueError::new_err(format!(
+                "DLPack does not support the element type {}",
+                other.name()
+            ))),
         }
     }
 

@@ -42,8 +42,10 @@ fn row_axes(tensor: &ForeignTensor) -> PyResult<(ForeignShape, [usize; 3], usize
     let [block, head, token, element] = strides(tensor, "a layer")?;
     let both = tensor.shape[3];
     if element != 1 || !both.is_multiple_of(2) {
-        let text =
-            format!("a row must lie without gaps, a key and its value; the shape is {:?}", tensor.shape);
+        let text = format!(
+            "a row must be contiguous and contain a key and its value; the shape is {:?}",
+            tensor.shape
+        );
         return Err(PyValueError::new_err(text));
     }
     let shape = ForeignShape {
@@ -132,7 +134,7 @@ impl ArenaSide<'_> {
     }
 
     fn elsewhere(&self, wanted: &str) -> CallError {
-        let reason = format!("the arena is one of {}", self.device.backend().description());
+        let reason = format!("the arena is on {}", self.device.backend().description());
         kvcore::Error::Unsupported {
             backend: "kvcache",
             what: format!("a copy to or from a cache on {wanted}; {reason}"),
@@ -198,19 +200,18 @@ impl PyForeignCache {
             return Self::of_rows(&layers, device);
         }
         if matches!(*device, ArenaDevice::Cuda(..)) {
-            return Err(PyValueError::new_err(format!("order {order:?} is for host memory: take rows")));
+            return Err(PyValueError::new_err(format!("order {order:?} is only for host memory; use rows")));
         }
         let orders = |dim| match order {
             "columns" => Ok([ForeignOrder::Columns, ForeignOrder::Rows { token: dim }]),
             "tiles" => Ok([ForeignOrder::KeyTiles, ForeignOrder::ValueTiles]),
-            _ => Err(PyValueError::new_err(format!("unknown order {order:?}: take rows, columns or tiles"))),
+            _ => Err(PyValueError::new_err(format!("unknown order {order:?}; use rows, columns or tiles"))),
         };
         Self::of_layers(&layers, |tensor| {
             let [block, head, token, element] = strides(tensor, "a layer")?;
             let (block_size, both) = (tensor.shape[2], tensor.shape[3]);
             if element != 1 || token != both || both % 2 != 0 {
-                let text =
-                    format!("a head of a block must lie without gaps; strides are {:?}", tensor.strides);
+                let text = format!("a block's head must be contiguous; the strides are {:?}", tensor.strides);
                 return Err(PyValueError::new_err(text));
             }
             let (dim, [keys, values]) = (both / 2, orders(both / 2)?);

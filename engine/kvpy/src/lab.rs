@@ -49,7 +49,10 @@ impl NoteQuestion {
 #[pyfunction]
 pub(crate) fn note_questions(seed: u64, count: usize, notes: usize) -> PyResult<Vec<NoteQuestion>> {
     if !(2..=Texts::MOST).contains(&notes) {
-        return Err(PyValueError::new_err(format!("{notes} notes: a question has 2 to {}", Texts::MOST)));
+        return Err(PyValueError::new_err(format!(
+            "{notes} notes; a question must have 2 to {} notes",
+            Texts::MOST
+        )));
     }
     let drawn = Texts::new(notes).questions_of(&[QuestionKind::Local], seed, count);
     Ok(drawn.into_iter().map(NoteQuestion).collect())

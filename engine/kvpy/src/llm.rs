@@ -1,10 +1,13 @@
 //! A model that answers prompts and reuses their documents wherever they appear.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvchunk::{Recompute, Reuse};
-use kvengine::{Answer, AnswerEvent, Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request};
+use kvengine::{
+    Answer, AnswerEvent, BUILT_IN_DECOYS, Engine, EngineConfig, FinishReason, Generation, PromptTokens,
+    Request,
+};
 use kvmodel::dense::WeightFormat;
 use kvmodel::{ModelDirectory, TextCodec, TextStream};
 use pyo3::exceptions::{PyFileNotFoundError, PyTypeError, PyValueError};
@@ -30,6 +33,8 @@ pub(crate) struct Llm {
     separator: String,
     enabled: bool,
     way: Reuse,
+    /// The decoys for prompts that have none of their own.
+    decoys: Arc<[Vec<u32>]>,
 }
 
 /// An answer, with its costs.
@@ -108,7 +113,10 @@ impl Llm {
     /// Converts a string, a list of token IDs or a prompt in parts to tokens.
     fn prompt(&self, prompt: &Bound<'_, PyAny>, chat: bool) -> PyResult<PromptTokens> {
         if let Ok(parts) = prompt.cast::<PyChunkedPrompt>() {
-            return Ok(PromptTokens::Chunked(parts.get().0.clone()));
+            let parts = parts.get().0.clone();
+            let own = if parts.decoys().is_empty() { &self.decoys } else { parts.decoys() };
+            let own = Arc::clone(own);
+            return Ok(PromptTokens::Chunked(parts.with_decoys(own).map_err(CallError::from)?));
         }
         if let Ok(text) = prompt.extract::<&str>() {
             let tokens = if chat {
@@ -116,10 +124,12 @@ impl Llm {
             } else {
                 PromptTokens::split(&self.codec, text, &self.separator, true)
             };
+            let tokens = tokens.and_then(|tokens| tokens.with_decoys(Arc::clone(&self.decoys)));
             return Ok(tokens.map_err(CallError::from)?);
         }
         let tokens: PyResult<Vec<u32>> = prompt.extract();
-        let wrong = |_| PyTypeError::new_err("a prompt is a text, a list of token ids, or a ChunkedPrompt");
+        let wrong =
+            |_| PyTypeError::new_err("a prompt must be a string, a list of token IDs, or a ChunkedPrompt");
         tokens.map(PromptTokens::Plain).map_err(wrong)
     }
 
@@ -177,7 +187,7 @@ impl Llm {
     /// answered with ordinary attention.
     #[new]
     #[pyo3(signature = (
-        model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, dtype_name = "float32",
+        model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, decoys = None, dtype_name = "float32",
         block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -187,6 +197,7 @@ impl Llm {
         enable_chunk_cache: bool,
         chunk_cache_config: Option<&PyChunkCacheConfig>,
         recompute: Option<&str>,
+        decoys: Option<Vec<String>>,
         dtype_name: &str,
         block_size: usize,
         kv_cache_memory_bytes: Option<usize>,
@@ -219,7 +230,10 @@ impl Llm {
             ..EngineConfig::default()
         };
         let (engine, codec) = py.detach(|| Self::load(&model, &config, opened))?;
-        Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way })
+        let texts = decoys.unwrap_or_else(|| BUILT_IN_DECOYS.map(str::to_owned).to_vec());
+        let decoys: kvmodel::Result<_> = texts.iter().map(|text| codec.encode(text, false)).collect();
+        let decoys = decoys.map_err(CallError::from)?;
+        Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way, decoys })
     }
 
     /// Answers prompts in one batch, and returns the answers in the order of the prompts. A prompt is a
@@ -248,7 +262,7 @@ impl Llm {
         };
         if params.len() != 1 && params.len() != prompts.len() {
             let text = format!(
-                "{} sampling_params for {} prompts: give one, or one each",
+                "{} sampling_params for {} prompts; pass one for all prompts, or one per prompt",
                 params.len(),
                 prompts.len()
             );

@@ -12,7 +12,7 @@ pub(crate) fn dtype(name: &str) -> PyResult<DType> {
         "float16" | "f16" | "half" => Ok(DType::F16),
         "bfloat16" | "bf16" => Ok(DType::BF16),
         _ => Err(PyValueError::new_err(format!(
-            "unknown element type {name:?}: take float32, float16 or bfloat16"
+            "unknown element type {name:?}; use float32, float16 or bfloat16"
         ))),
     }
 }

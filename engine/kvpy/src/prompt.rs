@@ -12,10 +12,18 @@ pub(crate) struct PyChunkedPrompt(pub(crate) kvchunk::ChunkedPrompt);
 
 #[pymethods]
 impl PyChunkedPrompt {
-    /// Creates a prompt from the token IDs of its parts. No part may be empty.
+    /// Creates a prompt from the token IDs of its parts. No part may be empty. `decoys` are documents that
+    /// chunks see while they are computed in the mode `behind:N`, and the question never.
     #[new]
-    fn new(sys_prompt: Vec<u32>, chunks: Vec<Vec<u32>>, user_question: Vec<u32>) -> PyResult<Self> {
+    #[pyo3(signature = (sys_prompt, chunks, user_question, *, decoys = None))]
+    fn new(
+        sys_prompt: Vec<u32>,
+        chunks: Vec<Vec<u32>>,
+        user_question: Vec<u32>,
+        decoys: Option<Vec<Vec<u32>>>,
+    ) -> PyResult<Self> {
         let prompt = kvchunk::ChunkedPrompt::new(sys_prompt, chunks, user_question);
+        let prompt = prompt.and_then(|prompt| prompt.with_decoys(decoys.unwrap_or_default().into()));
         Ok(Self(prompt.map_err(CallError::from)?))
     }
 
@@ -37,7 +45,13 @@ impl PyChunkedPrompt {
         self.0.question().to_vec()
     }
 
-    /// Returns the number of tokens in all parts.
+    /// The tokens of each decoy.
+    #[getter]
+    fn decoys(&self) -> Vec<Vec<u32>> {
+        self.0.decoys().to_vec()
+    }
+
+    /// Returns the number of tokens in all parts. Decoys are not part of the prompt.
     fn get_total_tokens(&self) -> usize {
         self.0.total_tokens()
     }

@@ -72,7 +72,11 @@ impl ForeignTensor {
             (DLDataTypeCode::FLOAT, 16, 1) => DType::F16,
             (DLDataTypeCode::BFLOAT, 16, 1) => DType::BF16,
             (DLDataTypeCode::UINT | DLDataTypeCode::INT, 8, 1) => DType::U8,
-            _ => return Err(PyTypeError::new_err(format!("no kernel takes elements of {of_type:?}"))),
+            _ => {
+                return Err(PyTypeError::new_err(format!(
+                    "kernels do not support the element type {of_type:?}"
+                )));
+            }
         };
         let counts = |values: &[i64], what: &str| -> PyResult<Vec<usize>> {
             let of = |&value: &i64| usize::try_from(value).map_err(|_| value);

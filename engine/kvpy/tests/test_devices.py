@@ -139,12 +139,12 @@ def test_operations_on_a_gpu_take_tensors_of_the_gpu() -> None:
     for array in (keys, values, queries, out, *back):
         assert not any(held[3] is array for held in DeviceArray.kept.values()), "a tensor is still held"
     own.rotate([(table.block_ids[0], 6)], ropes(), 3)
-    with pytest.raises(ValueError, match="lies on cpu, not on cuda:0"):
+    with pytest.raises(ValueError, match="is on cpu, but must be on cuda:0"):
         own.scatter(1, k, v, range(37))
     with pytest.raises(kvcache.KvCacheError, match="on cpu"):
         host = [np.zeros((3, HEADS, 32, 2 * DIM), np.float32) for _ in range(LAYERS)]
         own.save(kvcache.ForeignCache.interleaved(host, "columns"), [0], [0])
-    with pytest.raises(ValueError, match="lies on cuda:0, not on cpu"):
+    with pytest.raises(ValueError, match="is on cuda:0, but must be on cpu"):
         kvcache.ForeignCache.interleaved([keys], "columns")
 
 
@@ -173,7 +173,7 @@ def test_managers_keep_keys_and_values_on_a_gpu() -> None:
     blocks.write_kv(0, block, 2, DeviceArray(driver, k), DeviceArray(driver, v))
     for read, written in zip(blocks.read_kv(0, [block], 7), (k, v)):
         assert np.array_equal(on_host(driver, read)[:, 2:], written)
-    with pytest.raises(ValueError, match="lies on cpu, not on cuda:0"):
+    with pytest.raises(ValueError, match="is on cpu, but must be on cuda:0"):
         blocks.write_kv(0, block, 0, k, v)
     sequences = kvcache.PagedKVCache(blocks)
     seq = sequences.create_sequence()
@@ -219,7 +219,7 @@ def test_rows_go_to_and_from_an_engines_cache_on_a_gpu(order: str, distance: int
             assert np.array_equal(got[2, :, read % 16, DIM:], before[:, DIM:])
         changed = np.argwhere((got != drawn[layer]).any(-1))
         assert {(int(block), int(token)) for block, _, token in changed} == {(2, 8), (2, 9)}, "other rows were written"
-    with pytest.raises(ValueError, match="take rows"):
+    with pytest.raises(ValueError, match="use rows"):
         kvcache.ForeignCache.interleaved(theirs, "columns", "cuda")
     # Keep this object: a deleter written in Python cannot run while an exception is raised.
     one = kvcache.ForeignCache.interleaved(theirs[:1], "rows", "cuda")
@@ -245,7 +245,7 @@ def test_the_connector_knows_layouts_of_gpus_by_their_backends() -> None:
         return layout.foreign_cache(config, list(caches), caches)[1]  # type: ignore[arg-type]
 
     assert described("FLASH_ATTN", "FLASH_ATTN") == described("FLASHINFER", "TRITON_ATTN") == "rows"
-    with pytest.raises(UnsupportedHostError, match=r"vLLM .* lays its caches out for FLASH_ATTN, MAMBA"):
+    with pytest.raises(UnsupportedHostError, match=r"vLLM .* lays out its caches for FLASH_ATTN, MAMBA"):
         described("FLASH_ATTN", "MAMBA")
     elsewhere = SimpleNamespace(device=SimpleNamespace(type="tpu", index=0))
     with pytest.raises(UnsupportedHostError, match="'tpu'"):
@@ -376,7 +376,7 @@ def test_layouts_of_npus_are_known_by_their_classes() -> None:
     npu = Npu()
     theirs = npu_layers(npu, np.zeros((LAYERS, 2, NPU_BLOCKS, NPU_BLOCK_SIZE, HEADS, DIM), np.float32))
     known = ["AscendAttentionBackend"] * LAYERS
-    with pytest.raises(UnsupportedHostError, match=r"vLLM .* lays its caches out for .*AscendMLABackend"):
+    with pytest.raises(UnsupportedHostError, match=r"vLLM .* lays out its caches for .*AscendMLABackend"):
         described_npu(theirs, "AscendMLABackend", *known[1:])
     with pytest.raises(UnsupportedHostError, match="1 planes of 1 layers"):
         described_npu([theirs[0][:1]], *known[:1])

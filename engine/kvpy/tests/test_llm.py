@@ -52,6 +52,24 @@ def test_without_a_chunk_cache_prompts_are_ordinary() -> None:
     assert again.num_recomputed_tokens > 0 and (answer.text.strip(), again.text.strip()) == ("blue", "red")
 
 
+def test_documents_are_computed_behind_decoys() -> None:
+    config = kvcache.ChunkCacheConfig(
+        chunk_separator="##", compute_mode="behind:2", position_strategy="sequential", memory_share=0.5
+    )
+    llm = kvcache.LLM(MODEL, chunk_cache_config=config, decoys=["moda is green .", "vugu is small ."])
+    answers = [llm.generate(prompt)[0] for prompt in (PROMPT, OTHER)]
+    assert [answer.text.strip() for answer in answers] == ["blue", "red"] and llm.get_chunk_cache_stats().hit_count == 2
+    few = kvcache.LLM(MODEL, chunk_cache_config=config, decoys=["moda is green ."])
+    with pytest.raises(kvcache.KvCacheError, match="needs 2 decoys, and there are 1"):
+        few.generate(PROMPT)
+    own = kvcache.ChunkedPrompt([3, 4], [[5, 6], [7, 8]], [9], decoys=[[10, 11], [12]])
+    plan = own.positions("behind:2", "sequential")
+    assert own.decoys == [[10, 11], [12]] and own.get_total_tokens() == 7
+    assert [(place.stored_start, place.used_start) for place in plan.chunks] == [(5, 5), (5, 7)]
+    (answer,) = few.generate(own, kvcache.SamplingParams(max_tokens=2))
+    assert answer.num_prompt_tokens == 7
+
+
 def test_threads_take_turns(llm: kvcache.LLM) -> None:
     answers: list[str] = []
 
@@ -71,7 +89,7 @@ def test_wrong_requests_are_refused_and_hold_nothing(llm: kvcache.LLM) -> None:
     used = llm.get_chunk_cache_stats().used_blocks
     with pytest.raises(FileNotFoundError, match="no such model"):
         kvcache.LLM("/nowhere")
-    with pytest.raises(TypeError, match="a prompt is"):
+    with pytest.raises(TypeError, match="a prompt must be"):
         llm.generate([3.5])
     with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
         llm.generate(PROMPT, [kvcache.SamplingParams()] * 2)

@@ -158,7 +158,7 @@ def test_wrong_calls_of_sequences_change_nothing() -> None:
         cache.create_sequence(7)
     rows = drawn(6, 0)
     cache.append_kv(7, 0, *rows)
-    with pytest.raises(kvcache.KvCacheError, match="3 blocks, the limit is 2"):
+    with pytest.raises(kvcache.KvCacheError, match="3 blocks, but the limit is 2"):
         cache.append_kv(7, 0, *rows)
     with pytest.raises(kvcache.KvCacheError):
         cache.append_kv(7, 2, *rows)

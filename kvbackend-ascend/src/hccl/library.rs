@@ -48,7 +48,7 @@ impl HcclLibrary {
         if lacks.is_empty() {
             return Ok(Self { hccl, base });
         }
-        Err(format!("HCCL lacks {}; take CANN 8.0 or later", lacks.join(", ")))
+        Err(format!("HCCL lacks {}; install CANN 8.0 or later", lacks.join(", ")))
     }
 
     /// Checks the return code of a call.

@@ -159,7 +159,8 @@ impl HcclCommunicator {
         let devices: Vec<Arc<Npu>> = backends.iter().map(|backend| Arc::clone(&backend.npu)).collect();
         for (rank, npu) in devices.iter().enumerate() {
             if devices[..rank].iter().any(|other| other.ordinal == npu.ordinal) {
-                let what = format!("two ranks on device {}; take a device for each rank", npu.ordinal);
+                let what =
+                    format!("two ranks on device {}; use a separate device for each rank", npu.ordinal);
                 return Err(unsupported(what));
             }
         }

@@ -83,7 +83,7 @@ impl AscendStorage {
             // SAFETY: `address` is valid for writes, and the device's context is current.
             MemoryKind::Pinned => (unsafe { acl.aclrtMallocHost(&raw mut address, bytes) }, FreeCall::Pinned),
             other => {
-                let what = "memory, which the device does not reach: take pinned memory";
+                let what = "memory, which the device cannot access; use pinned memory";
                 return Err(unsupported(format!("{other} {what}")));
             }
         };

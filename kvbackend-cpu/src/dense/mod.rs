@@ -176,7 +176,7 @@ impl Products {
     }
 
     /// Creates an instance that uses a backend's instruction set and threads.
-    pub fn beside(backend: &CpuBackend) -> Self {
+    pub fn on(backend: &CpuBackend) -> Self {
         Self { level: backend.level, workers: Arc::clone(&backend.workers) }
     }
 
@@ -186,7 +186,7 @@ impl Products {
     /// # Errors
     /// Returns the errors of [`CpuBackend::with_options`].
     pub fn with_options(options: &CpuOptions) -> Result<Self> {
-        Ok(Self::beside(CpuBackend::with_options(options)?.as_ref()))
+        Ok(Self::on(CpuBackend::with_options(options)?.as_ref()))
     }
 
     /// Computes `y = x · matrixᵀ`, where `x` is `[rows, input]` and `y` is `[rows, out]`.

@@ -155,7 +155,7 @@ impl CpuStorage {
     pub(crate) fn check_writable(&self) -> Result<()> {
         match self.memory.owner {
             MemoryOwner::Lender(_) => {
-                let what = "writing memory that is lent to be read".to_owned();
+                let what = "writing to memory that is lent for reading".to_owned();
                 Err(Error::Unsupported { backend: NAME, what })
             }
             _ => Ok(()),

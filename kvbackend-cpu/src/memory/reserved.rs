@@ -62,7 +62,7 @@ impl Mapping {
         let ptr =
             unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
         let ptr = ptr.map_err(|errno| refused(&errno.to_string()))?;
-        let ptr = NonNull::new(ptr.cast::<u8>()).ok_or_else(|| refused("the system gave no address"))?;
+        let ptr = NonNull::new(ptr.cast::<u8>()).ok_or_else(|| refused("the system returned no address"))?;
         let mapping = Self { ptr, len };
         if !large {
             return Ok((ptr, usable, mapping));

@@ -183,7 +183,7 @@ impl FromStr for SimdLevel {
     fn from_str(s: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|level| level.to_string() == s).ok_or_else(|| Error::Unsupported {
             backend: NAME,
-            what: format!("SIMD level {s:?} (portable, avx2, avx512 and amx are)"),
+            what: format!("SIMD level {s:?}; use portable, avx2, avx512 or amx"),
         })
     }
 }

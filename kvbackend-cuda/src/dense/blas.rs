@@ -72,8 +72,8 @@ impl Blas {
         // SAFETY: loading a library runs its initialisers; cuBLAS's have no other effect.
         if !unsafe { sys::is_culib_present() } {
             return Err(no_device(
-                "cuBLAS (libcublas.so.13 or .12, cublas64) was not found; name its folder in LD_LIBRARY_PATH: \
-                 /usr/local/cuda/lib64 where CUDA's toolkit is installed, nvidia/cu13/lib of the wheel nvidia-cublas"
+                "cuBLAS (libcublas.so.13 or .12, cublas64) was not found; add its folder to LD_LIBRARY_PATH: \
+                 /usr/local/cuda/lib64 if the CUDA toolkit is installed, or nvidia/cu13/lib in the wheel nvidia-cublas"
                     .to_owned(),
             ));
         }

@@ -235,7 +235,8 @@ pub(super) fn run(
     let warps = MOST_SHARED.checked_div(bytes).unwrap_or(8).min(8);
     if warps == 0 {
         let what = format!(
-            "rows that take {bytes} bytes of shared memory: a block has {MOST_SHARED}, the cpu backend has no such limit"
+            "rows that take {bytes} bytes of shared memory: a block has only {MOST_SHARED}; the cpu backend has no such \
+             limit"
         );
         return Err(Error::Unsupported { backend: NAME, what });
     }

@@ -33,7 +33,7 @@ impl CudaStorage {
         let on_device = kind == sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
         if on_device && ordinal != device.ordinal {
             let reason = format!(
-                "lent memory at {address:#x} is on device {ordinal}, this backend is on device {}; open a backend on \
+                "lent memory at {address:#x} is on device {ordinal}, but this backend is on device {}; open a backend on \
                  device {ordinal}",
                 device.ordinal
             );
@@ -67,7 +67,7 @@ impl CudaStorage {
 }
 
 fn not_memory(address: CUdeviceptr) -> Error {
-    let reason = format!("lent memory at {address:#x} is no memory that the driver knows");
+    let reason = format!("the driver does not know the lent memory at {address:#x}");
     Error::Device { backend: NAME, reason }
 }
 

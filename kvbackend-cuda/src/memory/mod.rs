@@ -85,7 +85,7 @@ impl CudaStorage {
                 (address, host, FreedBy::Pinned)
             }
             (other, _) => {
-                let what = format!("{other} memory, which kernels cannot reach: take pinned memory");
+                let what = format!("{other} memory, which kernels cannot access; use pinned memory");
                 return Err(Error::Unsupported { backend: NAME, what });
             }
         };

@@ -75,7 +75,7 @@ entries! {
 unsafe fn found<F: Copy>(library: &Library, name: &str) -> std::result::Result<F, String> {
     // SAFETY: the caller guarantees that `F` is the entry point's type.
     let symbol: std::result::Result<Symbol<'_, F>, _> = unsafe { library.get(name.as_bytes()) };
-    symbol.map(|symbol| *symbol).map_err(|_| format!("the library of collectives has no {name}; {UPDATE}"))
+    symbol.map(|symbol| *symbol).map_err(|_| format!("the collectives library has no {name}; {UPDATE}"))
 }
 
 const UPDATE: &str = "update NCCL to 2.18 or later";
@@ -94,8 +94,8 @@ fn load() -> std::result::Result<Nccl, String> {
     // SAFETY: loading a library runs its initialisers; NCCL's have no other effect.
     let library = NAMES.iter().find_map(|name| unsafe { Library::new(*name) }.ok());
     let nccl = Nccl::of(library.ok_or_else(|| {
-        "the library of collectives (libnccl.so.2) was not found; install NCCL 2.18 or later (the package libnccl2, or \
-         the wheel nvidia-nccl-cu13 or nvidia-nccl-cu12), or name its folder in LD_LIBRARY_PATH"
+        "the collectives library (libnccl.so.2) was not found; install NCCL 2.18 or later (the package libnccl2, or \
+         the wheel nvidia-nccl-cu13 or nvidia-nccl-cu12), or add its folder to LD_LIBRARY_PATH"
             .to_owned()
     })?)?;
     let mut version = 0;
@@ -103,9 +103,7 @@ fn load() -> std::result::Result<Nccl, String> {
     let code = unsafe { (nccl.version)(&raw mut version) };
     if code != SUCCESS || version < OLDEST {
         let (major, minor) = (version / 10_000, version % 10_000 / 100);
-        return Err(format!(
-            "the library of collectives is NCCL {major}.{minor}, which is too old; {UPDATE}"
-        ));
+        return Err(format!("the collectives library is NCCL {major}.{minor}, which is too old; {UPDATE}"));
     }
     Ok(nccl)
 }
@@ -128,7 +126,7 @@ impl Nccl {
         let last = unsafe { text_of((self.last_error)(comm)) };
         let hint = match code {
             REMOTE_ERROR => {
-                "; another rank has failed or left, or the network has: end the work on all ranks"
+                "; another rank has failed or left, or the network failed: stop the work on all ranks"
             }
             _ => "",
         };

@@ -129,7 +129,7 @@ impl NcclCommunicator {
         for (rank, backend) in backends.iter().enumerate() {
             let ordinal = backend.device.ordinal;
             if backends[..rank].iter().any(|other| other.device.ordinal == ordinal) {
-                let what = format!("two ranks on device {ordinal}; take a device for each rank");
+                let what = format!("two ranks on device {ordinal}; use a separate device for each rank");
                 return Err(Error::Unsupported { backend: NAME, what });
             }
         }

@@ -23,7 +23,7 @@ fn free_memory_in_pieces_is_named_as_such() {
     double.fail("cuMemAllocFromPoolAsync", 1, OUT_OF_MEMORY);
     let refused = backend.allocate(MemoryKind::Device, 1 << 20);
     assert!(
-        matches!(&refused, Err(Error::Allocation { reason, .. }) if reason.contains("not in one piece")),
+        matches!(&refused, Err(Error::Allocation { reason, .. }) if reason.contains("not contiguously")),
         "{refused:?}"
     );
 }

@@ -82,7 +82,7 @@ impl RopeRows {
         let unsupported = |what| Err(Error::Unsupported { backend: NAME, what });
         if positions.clone().any(|range| *range.start() < 0 && *range.end() > 0) {
             return unsupported(
-                "keys on both sides of position 0 together with positions far away; give them in calls of their own"
+                "keys on both sides of position 0 together with distant positions; pass them in separate calls"
                     .to_owned(),
             );
         }
@@ -90,7 +90,8 @@ impl RopeRows {
         if magnitudes.len() as u64 * row > device.binding {
             let rows = magnitudes.len();
             return unsupported(format!(
-                "angles of {rows} positions in one call: the device binds {} bytes at once; give it fewer sequences a call",
+                "angles of {rows} positions in one call: the device can bind only {} bytes at once; use fewer sequences \
+                 per call",
                 device.binding
             ));
         }

@@ -92,8 +92,9 @@ impl RowItems {
         let furthest = (0..self.axes.len()).max_by_key(|&i| reach(&self.axes[i]));
         let Some(furthest) = furthest.filter(|&i| reach(&self.axes[i]) > 0) else {
             let (row, limit) = (lengths[side], limits[side]);
-            let what =
-                format!("a row of {row} elements: the device binds {limit} at once; make rows shorter");
+            let what = format!(
+                "a row of {row} elements: the device can bind only {limit} at once; use shorter rows"
+            );
             return Err(Error::Unsupported { backend: NAME, what });
         };
         let axis = self.axes[furthest];

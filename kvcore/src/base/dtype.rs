@@ -103,7 +103,7 @@ impl FromStr for DType {
     fn from_str(s: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|d| d.name() == s).ok_or_else(|| Error::Unsupported {
             backend: "kvcore",
-            what: format!("element type {s:?} ({} are)", Self::ALL.map(Self::name).join(", ")),
+            what: format!("element type {s:?}; use one of {}", Self::ALL.map(Self::name).join(", ")),
         })
     }
 }

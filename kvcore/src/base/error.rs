@@ -32,7 +32,7 @@ pub enum Error {
         value: f64,
     },
     /// A token's block was freed because the token left the sliding window.
-    #[error("the block of token {token} was freed; the sequence keeps tokens from {first} on")]
+    #[error("the block of token {token} was freed; the sequence keeps only tokens {first} and later")]
     TokenFreed {
         /// The token.
         token: usize,
@@ -40,7 +40,7 @@ pub enum Error {
         first: usize,
     },
     /// The same item (a row, block, slot or sequence) was given twice in one call.
-    #[error("one call contains {what} {number} twice; give it once")]
+    #[error("one call contains {what} {number} twice; pass it only once")]
     Twice {
         /// The kind of item, such as `"slot"` or `"destination block"`.
         what: &'static str,
@@ -58,7 +58,7 @@ pub enum Error {
         got: Compared,
     },
     /// Kernels cannot compute with this element type; see [`DType::COMPUTE`].
-    #[error("{what}: no kernel computes with {got}; take f32, f16 or bf16")]
+    #[error("{what}: kernels cannot compute with {got}; use f32, f16 or bf16")]
     NotComputed {
         /// The rows that have this element type.
         what: &'static str,
@@ -84,7 +84,7 @@ pub enum Error {
         limit: i128,
     },
     /// A length, count or end is larger than allowed.
-    #[error("{what} {value} is too large: at most {most} is possible")]
+    #[error("{what} {value} is too large; the maximum is {most}")]
     TooLarge {
         /// The quantity that is too large.
         what: &'static str,
@@ -114,7 +114,7 @@ pub enum Error {
     },
     /// The pool cannot supply the requested blocks, even after eviction.
     #[error(
-        "out of blocks: {asked} asked, {free} free and {evictable} evictable of {total}; {}",
+        "out of blocks: {asked} needed, {free} free and {evictable} evictable of {total}; {}",
         if asked > total { "give the pool more memory" } else { "free a sequence or give the pool more memory" }
     )]
     OutOfBlocks {
@@ -128,7 +128,9 @@ pub enum Error {
         total: usize,
     },
     /// A memory budget is too small for a single block.
-    #[error("not enough memory for a KV cache: the budget is {budget} bytes, one block takes {block_bytes}")]
+    #[error(
+        "not enough memory for a KV cache: the budget is {budget} bytes, but one block takes {block_bytes} bytes"
+    )]
     NotEnoughMemory {
         /// Size of the budget in bytes.
         budget: usize,
@@ -140,7 +142,7 @@ pub enum Error {
     UnknownSequence(u64),
     /// Heads, layers or batch entries cannot be divided among the ranks: heads must divide evenly, unless
     /// ranks hold replicas of them, and every rank must get at least one layer and batch entry.
-    #[error("{count} {what} do not divide among {ranks} ranks")]
+    #[error("{count} {what} cannot be divided evenly among {ranks} ranks")]
     Uneven {
         /// The items to divide, such as `"layers"`.
         what: &'static str,
@@ -151,7 +153,7 @@ pub enum Error {
     },
     /// The ranks of a group called different collectives. The group has failed on all ranks.
     #[error(
-        "ranks call different collectives: {call} on rank {rank}, {other} elsewhere; end the work on all ranks"
+        "ranks call different collectives: {call} on rank {rank}, but {other} on another rank; stop the work on all ranks"
     )]
     RanksDiffer {
         /// The rank that noticed the difference.
@@ -163,7 +165,7 @@ pub enum Error {
     },
     /// A collective did not finish in time, usually because a rank did not call it. The group has failed on
     /// all ranks.
-    #[error("{call} on rank {rank} waited {limit:?} for other ranks; end the work on all ranks")]
+    #[error("{call} on rank {rank} waited {limit:?} for other ranks; stop the work on all ranks")]
     RanksTimedOut {
         /// The rank whose wait timed out.
         rank: usize,
@@ -173,11 +175,11 @@ pub enum Error {
         limit: std::time::Duration,
     },
     /// A rank has left its group, so no further collective is possible.
-    #[error("rank {0} has left the group; end the work on all ranks")]
+    #[error("rank {0} has left the group; stop the work on all ranks")]
     RankLeft(usize),
     /// A rank has aborted its group, either explicitly or because it failed. The error on that rank explains
     /// why.
-    #[error("rank {0} has ended the work of the group; end it on all ranks")]
+    #[error("rank {0} has stopped the group's work; stop it on all ranks")]
     RankAborted(usize),
     /// A write would change a block that others may read.
     #[error("block {block} is shared and must not be written (token {token}); copy it first")]
@@ -190,8 +192,8 @@ pub enum Error {
     /// A write permit was requested for a block that the requester is not filling: a shared block, a freed
     /// block, or a block that another guard owns.
     #[error(
-        "block {block} is not filled by this owner and must not be written; \
-         take the slots from the table or the guard that fills the block"
+        "this owner does not fill block {block} and must not write to it; get the slots from the table or the guard that \
+         fills the block"
     )]
     NotOwned {
         /// The block to be written.
@@ -200,8 +202,8 @@ pub enum Error {
     /// A write permit is void: since the permit was issued, one of its blocks was shared or freed, or the
     /// owner of the blocks was truncated, split or dropped.
     #[error(
-        "the permit to write these {what} is void: a block was shared, truncated or freed since; \
-         take new {what} from the table or the guard that fills the blocks"
+        "the permit to write these {what} is no longer valid, because a block was shared, truncated or freed; get new \
+         {what} from the table or the guard that fills the blocks"
     )]
     PermitVoid {
         /// The kind of permit: `"slots"` or `"blocks"`.
@@ -244,7 +246,7 @@ pub enum Error {
         end: u32,
     },
     /// A backend was given another backend's storage, event or stream.
-    #[error("{what} belongs to another backend than {backend}")]
+    #[error("{what} does not belong to the {backend} backend")]
     ForeignHandle {
         /// The object that was given.
         what: &'static str,
@@ -261,7 +263,7 @@ pub enum Error {
     },
     /// The device is gone: unplugged, reset or destroyed. The contents of its memory are lost; other devices
     /// are not affected.
-    #[error("the device of the {backend} backend is lost: {reason}; open it again and recompute")]
+    #[error("the {backend} backend lost its device: {reason}; open the device again and recompute")]
     DeviceLost {
         /// The backend.
         backend: &'static str,
@@ -269,7 +271,7 @@ pub enum Error {
         reason: String,
     },
     /// The device rejected a valid request.
-    #[error("the device of the {backend} backend refused: {reason}")]
+    #[error("the {backend} backend's device rejected a call: {reason}")]
     Device {
         /// The backend.
         backend: &'static str,
@@ -303,7 +305,7 @@ pub enum Error {
         reason: String,
     },
     /// A view of 4-bit elements, or one of its elements, begins in the middle of a byte.
-    #[error("{what} begins in the middle of the byte at {address:#x}; begin at a whole byte")]
+    #[error("{what} starts in the middle of the byte at {address:#x}; it must start at a whole byte")]
     InsideByte {
         /// The view or element.
         what: &'static str,

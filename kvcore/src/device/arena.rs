@@ -119,7 +119,7 @@ impl KvArena {
     ) -> Result<Self> {
         let format = layout.shape().format;
         if format.is_quantized() != scales.is_some() {
-            let reason = if scales.is_some() { "it has no scales" } else { "it needs storages for scales" };
+            let reason = if scales.is_some() { "it has no scales" } else { "it needs storage for scales" };
             return Err(Error::InvalidFormat { format, reason: reason.to_owned() });
         }
         let arena = Self { k, v, scales, layout };
@@ -269,7 +269,7 @@ impl KvArena {
             };
             same("static scales", scales.bytes / size_of::<f32>(), values.len())?;
             if let Some(scale) = values.iter().find(|scale| !(scale.is_finite() && **scale > 0.0)) {
-                return Err(invalid(format!("{scale} is no scale")));
+                return Err(invalid(format!("{scale} is not a scale")));
             }
             let bytes: Vec<u8> = values.iter().flat_map(|scale| scale.to_ne_bytes()).collect();
             writes.push((TensorView::new(Arc::clone(storage), DType::F32, &[values.len()])?, bytes));

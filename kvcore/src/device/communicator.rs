@@ -131,7 +131,7 @@ impl<'a> Collective<'a> {
             Self::AllReduce { view, .. } => match view.dtype() {
                 DType::F32 | DType::F16 | DType::BF16 | DType::I8 => {}
                 other => {
-                    return Err(unsupported(format!("a reduction of {other}; take f32, f16, bf16 or i8")));
+                    return Err(unsupported(format!("a reduction of {other}; use f32, f16, bf16 or i8")));
                 }
             },
             Self::Exchange { sends, receives } => {

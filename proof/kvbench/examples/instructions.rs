@@ -62,7 +62,7 @@ fn main() -> ExitCode {
 
 fn instructions(args: &InstructionsCli) -> Result {
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
-        return skip("the baseline of instructions is of Linux on x86-64");
+        return skip("the instruction baseline is for Linux on x86-64");
     }
     let tools = tools()?;
     let counts = count()?;
@@ -120,7 +120,7 @@ fn count_of(line: &str) -> Result<(String, u64)> {
     let word = |key: &str| value[key].as_str().unwrap_or_default().to_owned();
     let metrics = &value["profiles"][0]["data"]["total"]["metrics"];
     let count = metrics["Ir"]["values"]["new"].as_u64();
-    let count = count.ok_or_else(|| format!("no instructions are counted in: {line}"))?;
+    let count = count.ok_or_else(|| format!("this line has no instruction count: {line}"))?;
     Ok((format!("{}.{}", word("function_name"), word("id")), count))
 }
 

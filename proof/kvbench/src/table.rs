@@ -8,7 +8,7 @@ use crate::rows::{Sweep, parsed, sweeps};
 /// Formats sweeps as a table.
 pub fn table(sweeps: &[Sweep]) -> String {
     let mut text = String::from(
-        "| what | size | time | bytes/s | limit or peer | its time | ratio | aim | exponent |\n\
+        "| what | size | time | bytes/s | limit or peer | its time | ratio | target | exponent |\n\
          |---|---|---|---|---|---|---|---|---|\n",
     );
     for sweep in sweeps {
@@ -29,7 +29,7 @@ pub fn table(sweeps: &[Sweep]) -> String {
         }
     }
     if sweeps.iter().flat_map(|sweep| &sweep.rows).any(|row| row.double) {
-        text += "\nThrough the test double of the driver: these times say nothing of a card.\n";
+        text += "\nMeasured with the driver's test double: these times say nothing about a real card.\n";
     }
     text
 }

@@ -35,7 +35,7 @@ fn argument(flag: &str) -> Option<String> {
 }
 
 fn numbers(flag: &str) -> Result<Vec<usize>> {
-    let wrong = |_| Error::Workload(format!("{flag} wants numbers with commas between them"));
+    let wrong = |_| Error::Workload(format!("{flag} must be numbers separated by commas"));
     argument(flag).unwrap_or_default().split_terminator(',').map(|n| n.parse().map_err(wrong)).collect()
 }
 

@@ -80,8 +80,8 @@ fn gathered(output: &str) -> BTreeMap<String, Measured> {
 
 fn table(all: &BTreeMap<String, Measured>) -> String {
     let mut text =
-        "| measured over all models and cells | measurements | largest difference of logits | median \
-                    | of transformers' own, at most |\n|---|---|---|---|---|\n"
+        "| measured over all models and cells | measurements | largest logit difference | median | largest ratio to \
+                    transformers' own error |\n|---|---|---|---|---|\n"
             .to_owned();
     for (what, Measured { differences, ratios }) in all {
         let mut sorted = differences.clone();

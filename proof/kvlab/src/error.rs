@@ -17,14 +17,15 @@ pub enum Error {
     },
     /// The name of an arm is unknown.
     #[error(
-        "{0:?} is no way to answer: write full attention, or positions (overlapped, sequential, absolute), mode (with-system, \
-         alone, sink:K) and strategy with commas between them, for example sequential,with-system,link:16; after these, optionally, \
-         the temperature and scale of attention to documents: T 0.9 S 0.9"
+        "{0:?} is not a strategy; use full attention, or positions (overlapped, sequential, absolute), mode \
+         (with-system, alone, sink:K) and recompute strategy, separated by commas, for example \
+         sequential,with-system,link:16; optionally, add the temperature and scale of the attention to documents: T 0.9 \
+         S 0.9"
     )]
     UnknownArm(String),
     /// A search has no reuse candidates, or no questions to judge them by.
     #[error(
-        "there is nothing to tune: a search needs at least one reuse candidate, and local questions to judge it by"
+        "there is nothing to tune: a search needs at least one reuse candidate, and local questions to judge it with"
     )]
     NothingToTune,
     /// An error of the engine or its model.
@@ -57,6 +58,7 @@ fn form(line: usize) -> &'static str {
     if line == 0 {
         ""
     } else {
-        "; a line is a JSON object with system, documents (a list), question and answer, and may have kind and grader"
+        "; each line must be a JSON object with system, documents (a list), question and answer, and optionally kind and \
+         grader"
     }
 }

@@ -104,7 +104,7 @@ pub(crate) const SLICES: &[Slice] = &[
     },
     Slice {
         name: "cuda-double",
-        covers: "the own tests of the double of the CUDA driver",
+        covers: "the CUDA driver double's own tests",
         command: "cargo xtask cuda-double --selftest",
         needs: cuda_double::NEEDS,
     },
@@ -231,7 +231,7 @@ pub(crate) fn next_needs() -> Result<impl Iterator<Item = Tool>> {
 
 fn unknown(name: &str) -> String {
     let names: Vec<&str> = SLICES.iter().map(|slice| slice.name).collect();
-    format!("no slice is {name:?}; there are {}", names.join(", "))
+    format!("there is no slice {name:?}; the slices are {}", names.join(", "))
 }
 
 /// Returns true if a slice last passed on the current files. Changes to documents do not count.

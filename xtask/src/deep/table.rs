@@ -63,7 +63,7 @@ impl Table {
     /// Formats the table as Markdown, one row per slice, in order.
     pub(super) fn text(&self) -> String {
         let mut text =
-            "| slice | what it checks | last run (UTC) | commit | seconds | of processors | result |\n\
+            "| slice | what it checks | last run (UTC) | commit | seconds | CPU seconds | result |\n\
                         |---|---|---|---|---|---|---|\n"
                 .to_owned();
         for slice in SLICES {
@@ -93,7 +93,7 @@ impl Table {
                 continue;
             }
             let wall =
-                wall.parse().map_err(|_| format!("{PAGE}: {wall:?} is no number of seconds: {line}"))?;
+                wall.parse().map_err(|_| format!("{PAGE}: {wall:?} is not a number of seconds: {line}"))?;
             rows.insert(
                 name.to_owned(),
                 Row {

@@ -11,12 +11,12 @@ use super::{BackendName, WeightsFormat, at_least_one, backend, key_form, kv_form
 /// Options for the questions and the model.
 #[derive(Debug, Args)]
 pub(crate) struct AskingArgs {
-    /// GGUF file or Hugging Face directory of the model. Default: the built-in model.
+    /// GGUF file or Hugging Face directory with the model. Default: the built-in model.
     #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    /// File of questions. Default: dataset.jsonl in the model's directory; without it, questions drawn from
-    /// world.json there; without either, --texts 2.
+    /// File with questions. Default: dataset.jsonl in the model's directory if it exists, otherwise questions
+    /// drawn from world.json in that directory; if neither file exists, --texts 2.
     #[arg(long, value_name = "FILE")]
     pub(crate) dataset: Option<PathBuf>,
 
@@ -38,30 +38,36 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) separator: Option<String>,
 
+    /// File with a decoy, or directory of such files. A decoy is a document that the other documents see
+    /// while they are computed, but that the question never sees (see --arm sequential,behind:N,none). May be
+    /// repeated. Default: notes like the ones that kvc writes for --texts.
+    #[arg(long, value_name = "FILE|DIR")]
+    pub(crate) decoys: Vec<PathBuf>,
+
     /// Rule that decides whether an answer is right. Overrides the dataset's own rule.
     #[arg(long, value_name = "NAME", value_parser = grader)]
     pub(crate) grader: Option<Grader>,
 
-    /// Maximum number of tokens per answer. Default: a few more than the right answer has.
+    /// Maximum number of tokens per answer. Default: slightly more than the right answer has.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) answer_tokens: Option<usize>,
 
-    /// Number of draws of questions, or of parts of the dataset. Several draws give confidence intervals
-    /// for accuracy.
+    /// Number of random draws of questions, or number of parts that the dataset is divided into. Several
+    /// draws give confidence intervals for accuracy.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) seeds: usize,
 
-    /// Index of the first draw. Use it to continue a long evaluation with other questions.
+    /// Index of the first draw. Use a higher index to continue an evaluation with new questions.
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "dataset")]
     pub(crate) first_seed: usize,
 
-    /// Questions of each kind per draw. Default: 30 if a loss is judged (tune, --gate), otherwise 20. With a
-    /// dataset: total number of questions. Default: all questions.
+    /// Number of questions of each kind per draw; default: 30 for kvc tune and --gate, otherwise 20. With a
+    /// dataset, the total number of questions; default: all of them.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) questions: Option<usize>,
 }
 
-/// Options of the engine that answers: caches, weights and backend.
+/// Options for the engine that answers the questions: caches, weights and backend.
 #[derive(Debug, Args)]
 pub(crate) struct EngineArgs {
     /// Storage format of keys and values (see `kvc run --help`).
@@ -82,7 +88,7 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or
+    /// Backend for keys, values and attention: cpu, cuda, cuda:INDEX, ascend, ascend:INDEX, wgpu or
     /// wgpu:ADAPTER (see `kvc devices`).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
@@ -90,17 +96,17 @@ pub(crate) struct EngineArgs {
 
 fn kind(text: &str) -> Result<QuestionKind, String> {
     serde_json::from_value(text.into())
-        .map_err(|_| "local, cross-start, cross-middle, comparison or reference is needed".to_owned())
+        .map_err(|_| "must be local, cross-start, cross-middle, comparison or reference".to_owned())
 }
 
 fn grader(text: &str) -> Result<Grader, String> {
     serde_json::from_value(text.into())
-        .map_err(|_| "begins, exact, contains, numbers or token-f1 is needed".to_owned())
+        .map_err(|_| "must be begins, exact, contains, numbers or token-f1".to_owned())
 }
 
 fn documents(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(n) if (2..=Texts::MOST).contains(&n) => Ok(n),
-        _ => Err(format!("a whole number from 2 to {} is needed", Texts::MOST)),
+        _ => Err(format!("must be a whole number from 2 to {}", Texts::MOST)),
     }
 }

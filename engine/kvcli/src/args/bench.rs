@@ -52,7 +52,7 @@ pub(crate) struct MeasuredArgs {
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or
+    /// Backend for keys, values and attention: cpu, cuda, cuda:INDEX, ascend, ascend:INDEX, wgpu or
     /// wgpu:ADAPTER (see `kvc devices`).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
@@ -68,10 +68,10 @@ Examples:
     kvc bench rag --zipf 1.2 --documents 500 --plot ttft.svg
     kvc bench rag --repetition 0.5 --system-changes 0.1 --json
 
-Without --zipf and --repetition four workloads are served: documents by Zipf's law,
-and documents of which 80, 50 and 10 % were used before. With --chunk-sleep documents
-that were used less than five times fall asleep after every request; what waking
-them takes is in the times to first token.")]
+Without --zipf and --repetition, four workloads are run: one draws documents by Zipf's
+law; in the other three, 80, 50 and 10 % of the drawn documents were used before. With
+--chunk-sleep, documents that were used fewer than five times are put to sleep after every
+request; the times to first token include the time to wake them.")]
 pub(crate) struct RagArgs {
     #[command(flatten)]
     pub(crate) on: MeasuredArgs,
@@ -139,13 +139,13 @@ pub(crate) struct RagArgs {
 Examples:
 
     kvc bench serve                                            64 requests at once, on the built-in model
-    kvc bench serve --model model.gguf --running 16            a model of yours, 16 answers at a time
-    kvc bench serve --size 8x1024 --rate 2 --requests 200      two requests a second, on average
+    kvc bench serve --model model.gguf --running 16            your own model, 16 answers at a time
+    kvc bench serve --size 8x1024 --rate 2 --requests 200      two requests per second on average
     kvc bench serve --trace trace.jsonl --plot ttft.svg
 
-A trace is a JSON object a line: {\"at\": 0.25, \"prompt_tokens\": 300, \"answer_tokens\": 80}. Prompts
-are drawn; an answer has the tokens that it is asked for, whatever the model would stop at.
-Lengths without a trace are drawn from half to one and a half of their means.")]
+A trace has one JSON object per line: {\"at\": 0.25, \"prompt_tokens\": 300, \"answer_tokens\": 80}. Prompts
+are random tokens. Every answer has the requested number of tokens, even if the model would stop
+earlier. Without a trace, lengths are drawn from half to one and a half times their averages.")]
 pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) on: MeasuredArgs,
@@ -209,5 +209,5 @@ pub(crate) struct ServeArgs {
 fn size(text: &str) -> Result<(usize, usize), String> {
     let parts =
         text.split_once('x').and_then(|(layers, width)| Some((layers.parse().ok()?, width.parse().ok()?)));
-    parts.ok_or_else(|| "layers and width are needed, such as 8x1024".to_owned())
+    parts.ok_or_else(|| "must be LAYERSxWIDTH, such as 8x1024".to_owned())
 }

@@ -15,7 +15,7 @@ use super::{Positions, mode, points, positive, recompute};
 Examples:
 
     kvc eval                                         the built-in model, all strategies
-    kvc eval --gate                                  is reuse fit for it?
+    kvc eval --gate                                  does reuse suit it?
     kvc eval --model ./model --dataset questions.jsonl --strategy link:16 --strategy blend:0.15@2
     kvc eval --model smollm2.gguf --chat --texts 4 --questions 60 --measure divergence
     kvc eval --model smollm2.gguf --chat --texts 2 --arm full --arm sequential,with-system,link:16 --show 3
@@ -23,12 +23,12 @@ Examples:
     kvc eval --positions overlapped --context-temperature 0.9 --context-scale 0.9
     kvc eval --json --plot accuracy.svg
 
-A dataset has a JSON object a line:
+A dataset has one JSON object per line:
 
     {\"system\": \"…\", \"documents\": [\"…\", \"…\"], \"question\": \"…\", \"answer\": \"…\", \"kind\": \"local\", \"grader\": \"contains\"}
 
-kind is local (the default), cross-start, cross-middle, comparison or reference: what the answer needs to know.
-grader is begins (the default), exact, contains, numbers or token-f1: when an answer is right.")]
+kind says which documents the answer needs: local (the default), cross-start, cross-middle, comparison or reference.
+grader says when an answer is right: begins (the default), exact, contains, numbers or token-f1.")]
 pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) asking: AskingArgs,

@@ -31,14 +31,14 @@ use kvengine::DEFAULT_GRAPHS;
 #[derive(Debug, Parser)]
 #[command(name = "kvc", version, propagate_version = true)]
 #[command(after_help = "\
-A prompt in parts has a system prompt, documents and a question, given one by one or cut at a separator:
+A prompt can have parts: a system prompt, documents and a question. Give them one by one, or split the prompt at a separator:
 
     kvc run --system SYSTEM --document FILE --document FILE --prompt QUESTION
     kvc run --separator '##' --prompt 'SYSTEM ## DOCUMENT ## DOCUMENT ## QUESTION'
 
 Documents do not see each other; the question sees everything. Each document's keys and values are
-computed once and found again in other prompts, in any order and at any position, without a copy.
-Any other prompt is an ordinary one.
+computed once and reused in other prompts, in any order and at any position, without being copied.
+A prompt without parts is an ordinary prompt.
 
 Start with:  kvc demo")]
 pub(crate) struct Cli {
@@ -102,7 +102,7 @@ pub(crate) struct DevicesArgs {
 /// Options of `kvc demo`.
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or
+    /// Backend for keys, values and attention: cpu, cuda, cuda:INDEX, ascend, ascend:INDEX, wgpu or
     /// wgpu:ADAPTER (see `kvc devices`).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
@@ -128,7 +128,8 @@ Examples:
     kvc run --model ./Qwen3-0.6B --messages chat.json --temperature 0.7 --top-p 0.9
     cat prompt.txt | kvc run --model ./model --json -
 
-With --chunk-sleep all documents fall asleep after each --warm prompt, and those that the prompt has are woken.")]
+With --chunk-sleep, all documents are put to sleep after each --warm prompt, and a prompt wakes the documents that it
+contains.")]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin", "messages"]))]
 pub(crate) struct RunArgs {
     /// GGUF file, or Hugging Face directory with config.json, safetensors and tokenizer.json. Default: the
@@ -205,7 +206,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) memory_share: Option<f64>,
 
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or
+    /// Backend for keys, values and attention: cpu, cuda, cuda:INDEX, ascend, ascend:INDEX, wgpu or
     /// wgpu:ADAPTER (see `kvc devices`).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
@@ -321,31 +322,31 @@ fn backend(text: &str) -> Result<BackendName, String> {
             let (number, plain) = rest.strip_suffix(":plain").map_or((rest, false), |number| (number, true));
             device_number("an Ascend device", number).map(|device| BackendName::Ascend { device, plain })
         }
-        _ => Err("take cpu, cuda (an NVIDIA GPU), cuda:NUMBER, ascend (an NPU), ascend:NUMBER, wgpu (any GPU, NVIDIA's \
-                  too) or wgpu:ADAPTER; kvc devices lists them"
+        _ => Err("must be cpu, cuda (an NVIDIA GPU), cuda:INDEX, ascend (an NPU), ascend:INDEX, wgpu (any GPU, including \
+                  NVIDIA's) or wgpu:ADAPTER; kvc devices lists the devices"
             .to_owned()),
     }
 }
 
 fn device_number(what: &str, number: &str) -> Result<usize, String> {
     let number_of = number.parse::<u16>().map(usize::from);
-    number_of.map_err(|_| format!("{number:?} is no number of {what}; kvc devices lists them"))
+    number_of.map_err(|_| format!("{number:?} is not the index of {what}; kvc devices lists the devices"))
 }
 
 fn separator(text: &str) -> Result<String, String> {
     if text.is_empty() {
-        Err("an empty separator would split the text everywhere".to_owned())
+        Err("an empty separator would split the prompt everywhere".to_owned())
     } else {
         Ok(text.to_owned())
     }
 }
 
 fn number<T: FromStr>(text: &str, fits: impl Fn(&T) -> bool, needed: &str) -> Result<T, String> {
-    text.parse().ok().filter(fits).ok_or_else(|| format!("{needed} is needed"))
+    text.parse().ok().filter(fits).ok_or_else(|| format!("must be {needed}"))
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {
-    number(text, |&n| n > 0, "a whole number from 1 up")
+    number(text, |&n| n > 0, "a whole number, 1 or more")
 }
 
 fn mode(text: &str) -> Result<ComputeMode, String> {
@@ -382,7 +383,7 @@ fn max_len(text: &str) -> Result<MaxLen, String> {
     match text.parse::<usize>() {
         Ok(tokens) => Ok(tokens.into()),
         Err(_) if text == "max" => Ok(MaxLen::Model),
-        Err(_) => Err("a number of tokens or max is needed".to_owned()),
+        Err(_) => Err("must be a number of tokens, or max".to_owned()),
     }
 }
 

@@ -137,14 +137,14 @@ impl SamplingArgs {
 
 fn stop(text: &str) -> Result<String, String> {
     if text.is_empty() {
-        Err("an empty text would end every answer at once".to_owned())
+        Err("an empty string would end every answer immediately".to_owned())
     } else {
         Ok(text.to_owned())
     }
 }
 
 fn temperature(text: &str) -> Result<f32, String> {
-    number(text, |&t: &f32| t.is_finite() && t >= 0.0, "a number from 0 up")
+    number(text, |&t: &f32| t.is_finite() && t >= 0.0, "a number, 0 or more")
 }
 
 fn top_p(text: &str) -> Result<f32, String> {
@@ -159,7 +159,7 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
     let parts =
         text.split_once('=').and_then(|(id, x)| Some((id.trim().parse().ok()?, x.trim().parse().ok()?)));
     let number = parts.filter(|(_, x): &(u32, f32)| !x.is_nan());
-    number.ok_or_else(|| "the id of a token and a number are needed, such as 504=-5".to_owned())
+    number.ok_or_else(|| "must be a token ID and a number, such as 504=-5".to_owned())
 }
 
 fn min_p(text: &str) -> Result<f32, String> {

@@ -18,9 +18,10 @@ Examples:
     kvc tune --model ./model --chat --dataset questions.jsonl --out reuse.json
     kvc run --model ./model --chat --reuse reuse.json --document a.txt --document b.txt -p 'Who leads?'
 
-A few questions order all candidates by their divergence from full attention. Those that come nearer to it than every cheaper
-one answer the local questions beside it, the cheapest first, until the answers of one bound its loss. Where none does, the
-file has the one with the least bound, and says so. Where full attention answers too little to judge by, there is no file.")]
+First, a few questions rank all candidates by their divergence from full attention. Then every candidate that diverges less
+than all cheaper candidates answers the local questions, cheapest first, until the answers of one show that its loss is
+within the limit. If no candidate passes, the file contains the one with the lowest upper bound on its loss, and says so.
+If full attention answers too few questions correctly to judge a loss, no file is written.")]
 pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub(crate) asking: AskingArgs,

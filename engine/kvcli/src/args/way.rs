@@ -7,7 +7,7 @@ use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, Reuse, R
 
 use super::{Positions, mode, positive, recompute};
 
-/// The heading of these options in the help.
+/// The heading of this group of options in the help text.
 const WAY: &str = "How documents are reused (default: --positions sequential --chunks with-system --recompute question:0.5)";
 
 /// Options for the reuse of documents.
@@ -20,8 +20,9 @@ pub(crate) struct WayArgs {
     positions: Option<Positions>,
 
     /// Tokens that documents see besides their own while they are computed: the system prompt
-    /// (with-system, the default), nothing (alone), or the first K tokens of the system prompt (sink:K),
-    /// for use under every system prompt that starts with them. See docs/exactness.md for the exact cases.
+    /// (with-system, the default), nothing (alone), the first K tokens of the system prompt (sink:K), for use
+    /// under every system prompt that starts with them, or the system prompt and N decoys (behind:N), which
+    /// the question never sees. See docs/exactness.md for the exact cases.
     #[arg(long, help_heading = WAY, value_name = "MODE", value_parser = mode)]
     chunks: Option<ComputeMode>,
 
@@ -33,6 +34,11 @@ pub(crate) struct WayArgs {
     #[arg(long, help_heading = WAY, value_name = "STRATEGY", value_parser = recompute)]
     recompute: Option<Recompute>,
 
+    /// File with a decoy for --chunks behind:N, or directory of such files. May be repeated. Decoys of the same
+    /// kind as the documents keep the most answers. Default: built-in texts.
+    #[arg(long, help_heading = WAY, value_name = "FILE|DIR")]
+    pub(crate) decoys: Vec<PathBuf>,
+
     /// File that `kvc tune` wrote for this model; replaces the other options of this group.
     #[arg(long, help_heading = WAY, value_name = "FILE", conflicts_with_all = ["positions", "chunks", "recompute", "context_temperature",
         "context_scale"])]
@@ -43,7 +49,7 @@ pub(crate) struct WayArgs {
     #[arg(long, help_heading = WAY, value_name = "T", default_value_t = 1.0, value_parser = positive)]
     context_temperature: f32,
 
-    /// Factor for the log-sum-exp of all documents together (APE).
+    /// Factor on the log-sum-exp of all documents together (APE).
     #[arg(long, help_heading = WAY, value_name = "S", default_value_t = 1.0, value_parser = positive)]
     context_scale: f32,
 }
@@ -56,7 +62,8 @@ impl WayArgs {
     }
 }
 
-/// Returns the reuse settings with the given parts, or the default if no part is given.
+/// Returns the default reuse settings if no argument is given. Otherwise, missing arguments default to
+/// sequential positions, the default compute mode and no recomputation.
 pub(crate) fn way(
     positions: Option<Positions>,
     chunks: Option<ComputeMode>,

@@ -67,7 +67,7 @@ fn read(path: &Path) -> Result<Vec<Arrival>> {
                 return Err(wrong("a prompt and its answer need at least one token".to_owned()));
             }
             if !(arrival.at.is_finite() && arrival.at >= 0.0) {
-                return Err(wrong("at must be a number of seconds, not below 0".to_owned()));
+                return Err(wrong("at must be a number of seconds, 0 or more".to_owned()));
             }
             Ok(arrival)
         })
@@ -80,24 +80,24 @@ fn show(out: &mut impl Write, report: &TrafficReport) -> Result<()> {
     let times = |t: &Times| format!("{:.1} / {:.1} ms", t.p50, t.p95);
     let mut rows = vec![
         ("requests", report.requests.to_string()),
-        ("tokens of prompts / answers", format!("{} / {}", report.prompt_tokens, report.answer_tokens)),
-        ("of prompts, found in the cache", report.cached_tokens.to_string()),
+        ("prompt / answer tokens", format!("{} / {}", report.prompt_tokens, report.answer_tokens)),
+        ("prompt tokens found in the cache", report.cached_tokens.to_string()),
         ("time", format!("{:.2} s", report.seconds)),
     ];
     if let Some(cpu) = report.cpu_seconds {
         rows.push(("processor time", format!("{cpu:.2} s")));
     }
     rows.extend([
-        ("answer tokens a second", format!("{:.1}", report.answer_tokens_per_second)),
-        ("tokens a second, with prompts", format!("{:.1}", report.tokens_per_second)),
+        ("answer tokens per second", format!("{:.1}", report.answer_tokens_per_second)),
+        ("tokens per second, including prompts", format!("{:.1}", report.tokens_per_second)),
         ("TTFT p50 / p95, from arrival", times(&report.ttft)),
-        ("between two tokens p50 / p95", times(&report.between_tokens)),
+        ("between tokens p50 / p95", times(&report.between_tokens)),
         ("whole answer p50 / p95", times(&report.whole)),
         ("passes", report.steps.to_string()),
-        ("tokens a pass", format!("{:.1}", report.tokens_per_step)),
-        ("the engine's own share of the time", format!("{:.2} %", 100.0 * report.engine_share)),
-        ("times a request gave way", report.preemptions.to_string()),
-        ("of these, to host memory", report.swaps.to_string()),
+        ("tokens per pass", format!("{:.1}", report.tokens_per_step)),
+        ("time spent in the engine itself", format!("{:.2} %", 100.0 * report.engine_share)),
+        ("preemptions", report.preemptions.to_string()),
+        ("  swapped to host memory", report.swaps.to_string()),
     ]);
     let mut table = table(&["", "all requests"]);
     for (name, value) in rows {

@@ -34,19 +34,19 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
     let mib = |bytes: usize| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
     let ms = |ms: f64| format!("{ms:.4} ms");
     let mut rows: Vec<(&str, Cell<'_>)> = vec![
-        ("documents found", Box::new(|r| percent(r.document_hit_rate))),
-        ("requests with at least one found", Box::new(|r| percent(r.any_hit_rate))),
+        ("documents found in the cache", Box::new(|r| percent(r.document_hit_rate))),
+        ("requests with at least one hit", Box::new(|r| percent(r.any_hit_rate))),
         (
-            "  by the model 1 − (1 − p)^k",
+            "  predicted: 1 − (1 − p)^k",
             Box::new(|r| r.predicted_any_hit_rate.map_or("–".to_owned(), percent)),
         ),
         ("TTFT p50 / p95, with reuse", Box::new(|r| times(&r.with_reuse))),
-        ("  without, same mask", Box::new(|r| times(&r.without_reuse))),
+        ("  without reuse, same mask", Box::new(|r| times(&r.without_reuse))),
         ("  full attention", Box::new(|r| times(&r.full_attention))),
         ("α, time spent on documents", Box::new(|r| percent(r.alpha))),
-        ("β, document tokens found", Box::new(|r| percent(r.beta))),
-        ("speed-up by the model 1 / (1 − α β)", Box::new(|r| format!("{:.2}", r.predicted_speedup))),
-        ("speed-up measured", Box::new(|r| format!("{:.2}", r.measured_speedup))),
+        ("β, document tokens found in the cache", Box::new(|r| percent(r.beta))),
+        ("speed-up, predicted: 1 / (1 − α β)", Box::new(|r| format!("{:.2}", r.predicted_speedup))),
+        ("speed-up, measured", Box::new(|r| format!("{:.2}", r.measured_speedup))),
         ("lookup, on average", Box::new(|r| ms(r.chunk_cache.avg_lookup_time_ms()))),
         ("reindex, on average", Box::new(|r| ms(r.chunk_cache.avg_reindex_time_ms()))),
         ("compute, on average", Box::new(|r| ms(r.chunk_cache.avg_compute_time_ms()))),
@@ -54,8 +54,8 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
             "documents kept / evicted",
             Box::new(|r| format!("{} / {}", r.chunk_cache.cached_chunks, r.chunk_cache.evictions)),
         ),
-        ("memory for documents, used", Box::new(|r| mib(r.used_bytes))),
-        ("  of", Box::new(|r| mib(r.chunk_pool_bytes))),
+        ("memory for documents, in use", Box::new(|r| mib(r.used_bytes))),
+        ("  reserved", Box::new(|r| mib(r.chunk_pool_bytes))),
     ];
     if reports.iter().any(|report| report.chunk_sleep.is_some()) {
         let asleep = |r: &RagReport| r.chunk_sleep.unwrap_or_default();
@@ -77,7 +77,10 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
             "\n{} requests of {} documents of {} tokens, {} of a system prompt, {} of a question; seed {}.",
             w.requests, w.per_request, w.document_tokens, w.system_tokens, w.question_tokens, w.seed
         )?;
-        writeln!(out, "Times without reuse, α, β and the speed-ups are of a sample of the requests.\n")?;
+        writeln!(
+            out,
+            "Times without reuse, α, β and the speed-ups are measured on a sample of the requests.\n"
+        )?;
     }
     Ok(())
 }
@@ -123,7 +126,7 @@ fn value(unit: &str, number: f64) -> String {
 
 /// Writes a table that compares the times to first token of one prompt, with and without cached parts.
 pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Result<()> {
-    let mut table = table(&["one prompt", "TTFT", "against", "TTFT", "times as fast", "target"]);
+    let mut table = table(&["one prompt", "TTFT", "compared with", "TTFT", "speed-up", "target"]);
     let ms = |took: std::time::Duration| format!("{:.2} ms", took.as_secs_f64() * 1e3);
     for row in rows {
         let against = row.limit.to_owned();
@@ -138,15 +141,15 @@ pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Re
     writeln!(out, "{table}")?;
     writeln!(
         out,
-        "\n{} documents of {} tokens, {tokens} tokens in all. Where chunks hit, the system prompt is cached, too; \
-         the other rows compute it.",
+        "\n{} documents of {} tokens, {tokens} tokens in total. In rows with chunk hits, the system prompt is cached as \
+         well; in the other rows, it is computed.",
         args.per_request, args.document_tokens
     )?;
     if args.on.size.is_none() && rows.iter().any(|row| row.target.is_some()) {
         writeln!(
             out,
-            "Targets are set for a larger model, --size 8x1024 --document-tokens 512: beside a small one, the fixed \
-             cost of a request is large."
+            "The targets are set for a larger model (--size 8x1024 --document-tokens 512). With a small model, the fixed \
+             cost of a request is a larger part of the time."
         )?;
     }
     Ok(())
@@ -160,7 +163,7 @@ pub(super) fn plot(path: &Path, report: &RagReport) -> Result<()> {
         report.arrivals.iter().filter_map(|a| Some(point(a.request, a.without_reuse_ms?))).collect();
     let series = [
         Series { name: "with reuse".to_owned(), points: with },
-        Series { name: "without, same mask".to_owned(), points: without },
+        Series { name: "without reuse, same mask".to_owned(), points: without },
     ];
     let highest = series.iter().flat_map(|s| &s.points).map(|p| p.1).fold(0.0, f64::max);
     let frame = Frame {

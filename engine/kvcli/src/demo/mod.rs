@@ -89,7 +89,7 @@ fn trials() -> Result<Vec<DemoQuestion>> {
         .collect();
     let trials = trials?;
     if trials.is_empty() {
-        return Err(Error::Demo("examples/questions.txt has no question".to_owned()));
+        return Err(Error::Demo("examples/questions.txt has no questions".to_owned()));
     }
     Ok(trials)
 }
@@ -136,7 +136,8 @@ fn introduce(out: &mut dyn Write, engine: &Engine) -> Result<()> {
     let backend = engine.backend().description();
     writeln!(
         out,
-        "A model of {layers} layers, {heads} query and {kv_heads} key/value heads of {dim}, on {backend}."
+        "A model with {layers} layers, {heads} query heads and {kv_heads} key/value heads of {dim} elements, on \
+         {backend}."
     )?;
     writeln!(out, "Its documents are computed once, then reused in any order without moving a byte.\n")?;
     Ok(())
@@ -176,7 +177,7 @@ fn shortened(text: &str) -> String {
 
 /// Writes one row per request, and a summary.
 fn requests(out: &mut dyn Write, outcomes: &[Answered]) -> Result<()> {
-    writeln!(out, "Each request has the documents in another order:\n")?;
+    writeln!(out, "Each request has the documents in a different order:\n")?;
     let mut table = table(&[
         "question",
         "answer",
@@ -231,7 +232,8 @@ fn verdict(outcomes: &[Answered]) -> Result<()> {
         Ok(())
     } else {
         Err(Error::Demo(
-            "an answer was wrong, changed by the cache, or a known document was computed again".to_owned(),
+            "an answer was wrong, the cache changed an answer, or a cached document was computed again"
+                .to_owned(),
         ))
     }
 }

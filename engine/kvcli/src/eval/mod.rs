@@ -1,4 +1,4 @@
-//! `kvc eval`: the accuracy and the cost of every strategy.
+//! `kvc eval`: measures the accuracy and the cost of every strategy.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -65,7 +65,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     let options = EvalOptions {
         measure: args.measure.into(),
         whole_answers: args.show > 0,
-        ..asking::options(&args.asking)
+        ..asking::options(&args.asking)?
     };
     if args.gate {
         let recompute = match args.strategies[..] {
@@ -114,7 +114,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     report(args, out, scores, (asked, questions.len()), positions)
 }
 
-/// Scores the answers in files.
+/// Scores the answers in the files that the options name.
 fn read(args: &EvalArgs) -> Result<()> {
     let (arms, trials) = answers::read(&args.read)?;
     let asked: BTreeSet<(usize, usize)> = trials.iter().map(|trial| (trial.draw, trial.question)).collect();
@@ -151,14 +151,14 @@ fn counted(asked: usize, draws: usize) -> String {
     format!("{} in {}", of(asked, "question"), of(draws, "draw"))
 }
 
-/// Returns the arms, with full attention first, because all others are compared with it.
+/// Returns the arms, with full attention first, because all other arms are compared with it.
 fn with_full_attention(named: &[Arm]) -> Vec<Arm> {
     let others = named.iter().filter(|arm| arm.cell.is_some());
     [Arm::full_attention()].into_iter().chain(others.copied()).collect()
 }
 
-/// Returns full attention and every cell without recomputation. For the cells at `positions`, adds the
-/// strategies and, if given, the scaling, in both modes.
+/// Returns the default arms: full attention, every cell without recomputation and, for `positions` in both
+/// modes, each of the strategies and the scaling, if one is given.
 fn arms(
     strategies: &[Recompute],
     layers: usize,
@@ -184,8 +184,8 @@ fn arms(
     arms
 }
 
-/// Returns strategies of several sizes. Blends choose tokens at layer 1 and at the model's middle layer;
-/// joint strategies choose tokens at layer 1.
+/// Returns the default strategies, in several sizes. Blends choose tokens at layer 1 or at the model's middle
+/// layer; joint strategies choose them at layer 1.
 fn usual(layers: usize) -> Vec<Recompute> {
     let mut strategies: Vec<Recompute> = [1, 2, 4, 8, 16].map(|tokens| Recompute::Link { tokens }).into();
     let shares = [0.05, 0.15, 0.3, 0.5];

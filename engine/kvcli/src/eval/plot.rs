@@ -50,7 +50,7 @@ pub(super) fn plot(path: &Path, scores: &[Score], draws: usize, positions: Posit
     let (y, top) = if answered {
         (format!("right answers{of}, %"), 102.0)
     } else {
-        (format!("divergence from full attention{of}, nats a token"), 1.05 * highest)
+        (format!("divergence from full attention{of}, nats per token"), 1.05 * highest)
     };
     let frame = |title| {
         let (x, x_range, y_range) =

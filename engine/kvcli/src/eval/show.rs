@@ -52,14 +52,16 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
     if cold > 0 {
         writeln!(
             out,
-            "\nIn {cold} cells some documents were not found: their costs are not those of reuse."
+            "\nIn {cold} cases, some documents were not cached and had to be computed, so the costs shown are higher \
+             than with reuse."
         )?;
     }
     if bounded {
         writeln!(
             out,
-            "\nLost, in points of a hundred questions: those that only full attention answered, less those that only this way \
-             answered; in brackets the least and the most that the answers do not refute (one-sided 95 % each)."
+            "\nLost, in points per hundred questions: the questions that only full attention answered correctly, minus \
+             the questions that only this strategy answered correctly. In brackets: the smallest and the largest loss \
+             that the answers do not rule out (one-sided 95 % confidence each)."
         )?;
     }
     for score in scores.iter().filter(|score| bounded && score.arm.cell.is_none()) {
@@ -67,7 +69,8 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
         if right < floor {
             writeln!(
                 out,
-                "\nFull attention answers {:.0} % of the {} questions, less than {:.0} %: a small loss tells little about reuse.",
+                "\nFull attention answers only {:.0} % of the {} questions correctly, less than {:.0} %: a small loss \
+                 says little about reuse.",
                 100.0 * right,
                 score.kind.name(),
                 100.0 * floor
@@ -77,15 +80,16 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
     if compared {
         writeln!(
             out,
-            "\nDivergence: Kullback-Leibler, in nats a token along full attention's own answer; in brackets the share of its tokens \
-             that are chosen, too."
+            "\nDivergence: the Kullback-Leibler divergence along full attention's own answer, in nats per token. In \
+             brackets: the fraction of that answer's tokens that this strategy also chooses."
         )?;
     }
     if ordered {
         writeln!(
             out,
-            "\nBeyond: how much farther from full attention than the first way of reuse, question by question; ± is a 95 % confidence \
-             interval. Where it holds 0, more questions are needed to order the two."
+            "\nBeyond: how much further this strategy is from full attention than the first reuse strategy, question by \
+             question; ± is a 95 % confidence interval. If the interval contains 0, more questions are needed to rank \
+             the two strategies."
         )?;
     }
     if answered && draws >= DRAWS {
@@ -93,7 +97,8 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
     }
     writeln!(
         out,
-        "\nOperations of the prefill are counted; they and the time to first token are shares of full attention's."
+        "\nThe operations of the prefill are counted, not measured. They and the time to first token (TTFT) are relative \
+         to full attention."
     )?;
     Ok(())
 }
@@ -144,7 +149,7 @@ pub(super) fn answers(
             continue;
         }
         shown.push(question.kind);
-        let mut table = styled(&["way to answer", "", "answer"]);
+        let mut table = styled(&["strategy", "", "answer"]);
         for trial in trials.iter().filter(|trial| (trial.draw, trial.question) == (first + draw, number)) {
             let mark = match trial.right {
                 Some(true) => "right",
@@ -175,12 +180,12 @@ fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
 
 /// Writes the checks and the verdict.
 pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
-    let mut table = styled(&["what must hold", "measured", "at most", ""]);
+    let mut table = styled(&["check", "measured", "at most", ""]);
     for check in &gate.checks {
         let verdict = match check.verdict {
             Verdict::Holds => "holds",
             Verdict::Fails => "FAILS",
-            Verdict::CannotSay => "cannot say",
+            Verdict::CannotSay => "undecided",
         };
         table.add_row([
             check.what.clone(),
@@ -195,15 +200,15 @@ pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
         "{}",
         match gate.is_fit() {
             Some(true) => {
-                "Reuse is fit for this model in this cell, for questions about one document. Questions that need \
-                 several were not asked: `kvc eval` asks them."
+                "Reuse suits this model with these settings, for questions about one document. Questions that need \
+                 several documents were not asked: `kvc eval` asks them."
             }
             Some(false) => {
-                "Reuse is NOT fit for this model in this cell: run `kvc eval` to see how much recomputation repairs."
+                "Reuse does NOT suit this model with these settings: run `kvc eval` to see how much recomputation helps."
             }
             None =>
-                "Reuse of this model cannot be judged by these questions: ask more of them (--questions), or \
-                 questions that the model can answer (--dataset, --texts).",
+                "Reuse cannot be judged by these questions: ask more of them (--questions), or ask questions that the \
+                 model can answer (--dataset, --texts).",
         }
     )?;
     Ok(())

@@ -1,9 +1,12 @@
 //! `kvc run`: one prompt, one answer.
 
 use std::io::Write;
+use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ColdRule, Reuse, SleepUsage};
-use kvengine::{Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request, TunedReuse};
+use kvengine::{
+    BUILT_IN_DECOYS, Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request, TunedReuse,
+};
 use kvmodel::ModelDirectory;
 
 use crate::args::RunArgs;
@@ -12,8 +15,9 @@ use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::LiveAnswer;
 use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, json, ms};
-use crate::{backend, load};
+use crate::{backend, decoys, load};
 use prompts::RunPrompts;
+pub(crate) use prompts::document;
 
 mod prompts;
 
@@ -48,9 +52,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
+    let decoys = decoys::read(&args.way.decoys, &BUILT_IN_DECOYS.map(str::to_owned))?;
+    let decoys: Arc<[Vec<u32>]> =
+        decoys.iter().map(|text| codec.encode(text, false)).collect::<kvmodel::Result<_>>()?;
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     for earlier in prompts.warm(&codec) {
-        let request = request(args, &way, &engine, earlier?);
+        let request = request(args, &way, &engine, earlier?.with_decoys(Arc::clone(&decoys))?);
         engine.generate(&request, &mut LiveAnswer::new(&codec, &[], false)?)?;
         if let (Some(chunks), Some(_)) = (engine.chunks(), args.sleep.form()) {
             chunks.sleep_cold_chunks(ColdRule::EVERYTHING).map_err(kvengine::Error::from)?;
@@ -65,7 +72,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let request = Request {
         keep_logits: forced.is_some(),
         forced,
-        ..request(args, &way, &engine, prompts.asked(&codec)?)
+        ..request(args, &way, &engine, prompts.asked(&codec)?.with_decoys(decoys)?)
     };
     let mut live = LiveAnswer::new(&codec, &args.sampling.stop, !args.json)?;
     let generation = engine.generate(&request, &mut live)?;
@@ -94,16 +101,16 @@ fn cut(args: &RunArgs, generation: &Generation) -> String {
     let count = generation.tokens.len();
     let tokens = if count == 1 { "1 token".to_owned() } else { format!("{count} tokens") };
     if count == args.sampling.max_new_tokens {
-        return format!("The answer was cut after {tokens}: raise --max-new-tokens for more.");
+        return format!("The answer was cut off after {tokens}; raise --max-new-tokens for a longer answer.");
     }
     format!(
-        "The answer was cut after {tokens}, at the last position of the model or of a static cache: a shorter prompt \
-         leaves room for more."
+        "The answer was cut off after {tokens}, at the last position of the model or of a static cache; a shorter prompt \
+         leaves more room."
     )
 }
 
 /// Prints the report on an answer. The text itself was already printed, unless it goes into a JSON object.
-/// `asleep` is the number of documents that were asleep before the prompt was asked.
+/// `asleep` describes the pieces of documents that were asleep before the prompt was asked.
 fn show(
     args: &RunArgs,
     way: &Reuse,
@@ -123,7 +130,7 @@ fn show(
     out.flush()?;
     let hits = generation.chunks.iter().filter(|c| c.hit).count();
     if generation.tokens.is_empty() && generation.finish == FinishReason::Stop {
-        eprintln!("The model ended its answer at once: it has nothing to say to this prompt.");
+        eprintln!("The model ended its answer immediately, without any text.");
     }
     if generation.finish == FinishReason::Length {
         eprintln!("{}", cut(args, generation));
@@ -131,7 +138,7 @@ fn show(
     let no_room = report.chunk_cache.as_ref().map_or(0, |cache| cache.uncached);
     if no_room > 0 {
         eprintln!(
-            "{no_room} times there was no room to keep a document: raise --kv-memory or --memory-share"
+            "{no_room} times, there was no room to keep a document; raise --kv-memory or --memory-share"
         );
     }
     if generation.recomputed_tokens > 0 {

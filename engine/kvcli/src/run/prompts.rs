@@ -1,4 +1,4 @@
-//! The prompts of a run: reads them from files and turns them into tokens in the requested form.
+//! Reads the prompts of a run, and converts them to tokens in the requested form.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -10,18 +10,18 @@ use kvmodel::{Message, Role, TextCodec};
 use crate::args::PromptArgs;
 use crate::error::{Error, Result};
 
-/// The prompt and earlier prompts, read from options and files.
+/// The prompt and the prompts to answer first, read from options and files.
 #[derive(Debug)]
 pub(super) struct RunPrompts {
     form: Form,
     /// The prompt, or the text of the last message.
     text: String,
-    /// Earlier prompts, in the order in which they are answered.
+    /// The prompts to answer first, in this order.
     warm: Vec<String>,
 }
 
 // Decision: docs/decisions/models.md#a-prompt-is-split-only-on-request
-/// The form of a prompt, which determines the conversion of text to tokens.
+/// The form of a prompt, which determines how text is converted to tokens.
 #[derive(Debug)]
 enum Form {
     /// The text is split at a separator.
@@ -62,7 +62,7 @@ impl RunPrompts {
         self.tokens(codec, &self.text)
     }
 
-    /// Iterates over the tokens of the earlier prompts.
+    /// Returns an iterator over the prompts to answer first, as tokens.
     pub(super) fn warm<'a>(
         &'a self,
         codec: &'a TextCodec,
@@ -76,11 +76,11 @@ impl RunPrompts {
         match &self.form {
             Form::Cut { separator, .. } => {
                 let how_often = match self.text.matches(separator.as_str()).count() {
-                    0 => format!("No {separator:?} in the prompt"),
-                    1 => format!("One {separator:?} only"),
+                    0 => format!("The prompt does not contain {separator:?}"),
+                    1 => format!("The prompt contains {separator:?} only once"),
                     _ => return None,
                 };
-                Some(format!("{how_often}: taken as an ordinary prompt, which has no documents."))
+                Some(format!("{how_often}, so it is treated as an ordinary prompt without documents."))
             }
             Form::Raw { system: None, documents } | Form::Chat { earlier: _, documents, file: None }
                 if documents.is_empty() =>
@@ -88,8 +88,8 @@ impl RunPrompts {
                 let twice = |text: &String| text.matches(DEFAULT_SEPARATOR).count() >= 2;
                 [&self.text].into_iter().chain(&self.warm).any(twice).then(|| {
                     format!(
-                        "note: the text contains {DEFAULT_SEPARATOR}; give --separator '{DEFAULT_SEPARATOR}' to take its \
-                         parts as documents"
+                        "note: the text contains {DEFAULT_SEPARATOR}; give --separator '{DEFAULT_SEPARATOR}' to treat \
+                         its parts as documents"
                     )
                 })
             }
@@ -146,7 +146,7 @@ fn text_of(path: &Path) -> Result<String> {
 }
 
 /// Reads a document.
-fn document(path: &Path) -> Result<String> {
+pub(crate) fn document(path: &Path) -> Result<String> {
     let text =
         std::fs::read_to_string(path).map_err(|source| Error::Document { path: path.to_owned(), source })?;
     if text.trim().is_empty() {
@@ -164,8 +164,8 @@ fn messages(path: &Path) -> Result<Vec<Message>> {
 }
 
 // Decision: docs/decisions/models.md#a-document-file-ends-with-a-line-break
-/// Returns a part of a prompt with a line break at its end, which keeps the next part from continuing its
-/// last word.
+/// Returns a part of a prompt with a line break at its end, so that the next part does not continue its last
+/// word.
 fn ended(text: &str) -> String {
     if text.ends_with('\n') { text.to_owned() } else { format!("{text}\n") }
 }

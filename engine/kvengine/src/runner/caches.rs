@@ -88,13 +88,13 @@ impl Caches {
         let sequences = match config.cache {
             CacheKind::Paged => return Self::paged(model, backend, stream, config, clock),
             CacheKind::Static | CacheKind::Grouped if config.chunk_sleep.is_some() => {
-                return Err(Error::NoChunks("let none sleep, or take a paged cache"));
+                return Err(Error::NoChunks("turn chunk sleep off, or use a paged cache"));
             }
             CacheKind::Static if config.enable_sleep_mode => {
-                return Err(Error::NoSleepMode("a static cache is not cut into blocks; take a paged one"));
+                return Err(Error::NoSleepMode("a static cache has no blocks; use a paged cache"));
             }
             CacheKind::Grouped if config.enable_sleep_mode => {
-                return Err(Error::NoSleepMode("a grouped cache has several arenas; take a paged one"));
+                return Err(Error::NoSleepMode("a grouped cache has several arenas; use a paged cache"));
             }
             CacheKind::Grouped => Sequences::Grouped(grouped(model, backend.as_ref(), config, clock)?),
             CacheKind::Static => Sequences::Static(fixed(model, backend.as_ref(), config)?),
@@ -164,10 +164,10 @@ impl Caches {
     /// Returns caches over the same pools for another model, whose KV must have the same shape. Keys keep the
     /// blocks of the two models apart.
     pub(super) fn shared(&self, model: &Model) -> Result<Self> {
-        let main = self.main("take a paged cache to share it")?;
+        let main = self.main("use a paged cache to share it")?;
         if self.mode.is_some() {
             return Err(Error::NoSleepMode(
-                "an engine cannot know what another one holds; share without sleep mode",
+                "engines that share caches do not know which blocks the others use; share them without sleep mode",
             ));
         }
         let arena = main.arena().clone();
@@ -203,7 +203,7 @@ impl Caches {
     /// # Errors
     /// Returns [`Error::NoChunks`] if the engine does not keep chunks.
     pub(crate) fn paged_cache(&self) -> Result<&PagedKvCache> {
-        self.main("ask for full attention, or take a paged cache")
+        self.main("request full attention, or use a paged cache")
     }
 
     fn main(&self, instead: &'static str) -> Result<&PagedKvCache> {
@@ -278,7 +278,7 @@ impl Caches {
     }
 }
 
-const NO_MODE: Error = Error::NoSleepMode("set enable_sleep_mode in its EngineConfig");
+const NO_MODE: Error = Error::NoSleepMode("set enable_sleep_mode in the EngineConfig");
 
 /// Wraps a paged cache of all layers as a grouped cache with one group.
 fn one_group(model: &Model, cache: PagedKvCache) -> Result<Sequences> {

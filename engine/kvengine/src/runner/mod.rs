@@ -155,7 +155,7 @@ impl Runner {
     /// Pins the cached blocks for `tokens` at the start of a tenant's prompts.
     pub(crate) fn pin(&self, keys: &TenantKeys, tokens: &[u32]) -> Result<PinnedPrompt> {
         let Some(cache) = self.caches.first().as_paged().filter(|_| self.caches.arenas().len() == 1) else {
-            return Err(Error::NoChunks("take a paged cache to keep prompts"));
+            return Err(Error::NoChunks("use a paged cache to keep prompts"));
         };
         let block_size = self.caches.block_size();
         let keys = PromptKeys::new(*keys.root(), tokens, block_size);

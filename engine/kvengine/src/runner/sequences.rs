@@ -46,7 +46,7 @@ impl Caches {
     fn grouped(&mut self) -> Result<&mut GroupedKvCache> {
         match &mut self.sequences {
             Sequences::Grouped(cache) => Ok(cache),
-            Sequences::Static(_) => Err(Error::NoChunks("take a paged cache")),
+            Sequences::Static(_) => Err(Error::NoChunks("use a paged cache")),
         }
     }
 

@@ -96,7 +96,7 @@ fn check_settings(runner: &Runner, request: &Request) -> Result<()> {
     if let Some(sparse) = request.sparse {
         sparse.check(runner.model.config().widest_window())?;
         if runner.caches.kind() == CacheKind::Grouped {
-            return Err(Error::Pages("blocks are chosen among those of all layers: take a paged cache"));
+            return Err(Error::Pages("blocks are chosen from one pool for all layers; use a paged cache"));
         }
     }
     if let Some(beams) = request.beams {

@@ -244,14 +244,18 @@ fn bad_prompts_are_errors_and_hold_nothing() {
     };
     for (what, prompt, expected) in [
         ("an empty prompt", PromptTokens::Plain(vec![]), "empty"),
-        ("a prompt past the positions", PromptTokens::Plain(vec![1; 257]), "position 256, the model has 256"),
+        (
+            "a prompt past the positions",
+            PromptTokens::Plain(vec![1; 257]),
+            "position 256, but the model has only 256",
+        ),
         (
             "a token past the vocabulary",
             PromptTokens::Plain(vec![48]),
-            "token id 48 is outside the vocabulary of 48",
+            "token ID 48 is outside the vocabulary of 48",
         ),
         ("a chunk past the positions", chunked(vec![1], vec![vec![2; 255]], vec![3]), "position 256"),
-        ("a chunk past the vocabulary", chunked(vec![1], vec![vec![2], vec![99]], vec![3]), "token id 99"),
+        ("a chunk past the vocabulary", chunked(vec![1], vec![vec![2], vec![99]], vec![3]), "token ID 99"),
         ("a question past the vocabulary", chunked(vec![1], vec![vec![2]], vec![1 << 31]), "2147483648"),
     ] {
         let error = engine.generate(&Request::new(prompt), &mut ()).expect_err(what).to_string();

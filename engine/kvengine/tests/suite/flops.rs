@@ -110,11 +110,11 @@ for_every! {
 fn recomputed_tokens_cost_what_they_see(
     #[case] cell: ReuseCell,
     #[case] strategy: &str,
-    #[case] anew: Vec<u64>,
+    #[case] recomputed: Vec<u64>,
 ) {
     let got = hit("llama", strategy, cell);
-    assert_eq!(got.recomputed_tokens, anew.len());
-    assert_eq!(got.prefill_flops, pass(2, &causal(anew.into_iter().chain(CONTEXT..ALL))));
+    assert_eq!(got.recomputed_tokens, recomputed.len());
+    assert_eq!(got.prefill_flops, pass(2, &causal(recomputed.into_iter().chain(CONTEXT..ALL))));
 }
 
 #[rstest]

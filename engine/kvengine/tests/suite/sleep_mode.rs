@@ -114,7 +114,7 @@ fn a_held_chunk_keeps_both_pools_awake_and_the_error_says_what_holds_them() {
             refused,
             Error::Chunk(kvchunk::Error::PoolInUse { held: 0, flights: 1, others: 0 })
         ));
-        assert!(refused.to_string().contains("let these requests end"), "{refused}");
+        assert!(refused.to_string().contains("wait for these requests to finish"), "{refused}");
         assert!(PoolTag::ALL.iter().all(|&tag| !engine.is_sleeping(tag)), "all or none");
     }
     let held = reservation.store();

@@ -96,9 +96,9 @@ fn quantised_sleep_marks_its_hits_as_approximate(
     assert!(gap > 1e-4 && gap.is_finite(), "{gap}");
     // If everything is recomputed without the stored chunks, the answer is exact.
     engine.chunks().unwrap().clear();
-    let anew = ask_three(&mut engine, &Golden::load(name).prompt, cell);
+    let again = ask_three(&mut engine, &Golden::load(name).prompt, cell);
     assert!(
-        anew.chunks.iter().all(|chunk| chunk.exact) && distance(&awake.logits[0], &anew.logits[0]) < 1e-5
+        again.chunks.iter().all(|chunk| chunk.exact) && distance(&awake.logits[0], &again.logits[0]) < 1e-5
     );
 }
 
@@ -153,8 +153,8 @@ fn places_that_make_no_sense_are_refused() {
         Engine::new(load_model("llama"), CpuBackend::new(), b"t", config).unwrap_err().to_string()
     };
     let fixed = EngineConfig { cache: CacheKind::Static, ..config("f32", Some(("plain", None))) };
-    assert!(refused(&fixed).contains("static cache"));
-    assert!(refused(&config("int8:4", Some(("int4:4", None)))).contains("quantised already"));
+    assert!(refused(&fixed).contains("static and grouped caches"));
+    assert!(refused(&config("int8:4", Some(("int4:4", None)))).contains("already quantised"));
     assert!(refused(&config("f32", Some(("int8:5", None)))).contains('5'));
     let small = config("f32", Some(("plain", Some(10))));
     assert!(refused(&small).contains("10"), "{}", refused(&small));

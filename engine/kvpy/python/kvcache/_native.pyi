@@ -364,10 +364,18 @@ class ChunkHash:
 class ChunkedPrompt:
     """The tokens of a prompt in parts: a system prompt, chunks that do not attend to each other, and a
     question.
+
+    ``decoys`` are documents that chunks see while they are computed in the mode ``behind:N``, and the question
+    never.
     """
 
     def __new__(
-        cls, sys_prompt: Sequence[int], chunks: Sequence[Sequence[int]], user_question: Sequence[int]
+        cls,
+        sys_prompt: Sequence[int],
+        chunks: Sequence[Sequence[int]],
+        user_question: Sequence[int],
+        *,
+        decoys: Sequence[Sequence[int]] | None = None,
     ) -> Self: ...
     @property
     def sys_prompt(self) -> list[int]: ...
@@ -375,6 +383,8 @@ class ChunkedPrompt:
     def chunks(self) -> list[list[int]]: ...
     @property
     def user_question(self) -> list[int]: ...
+    @property
+    def decoys(self) -> list[list[int]]: ...
     def get_total_tokens(self) -> int: ...
     def positions(
         self, mode: str = "with-system", strategy: str = "overlapped", max_positions: int = ...
@@ -659,6 +669,10 @@ class LLM:
 
     By default, the half of the document tokens to which the question attends most is recomputed.
     ``recompute`` chooses another strategy. If only ``chunk_cache_config`` is given, nothing is recomputed.
+
+    With the compute mode ``behind:N``, documents see the first ``N`` of ``decoys`` while they are computed, and the
+    question never does. Built-in texts are used by default. Decoys of the same kind as the documents keep more of
+    the answers.
     """
 
     def __new__(
@@ -668,6 +682,7 @@ class LLM:
         enable_chunk_cache: bool = True,
         chunk_cache_config: ChunkCacheConfig | None = None,
         recompute: str | None = None,
+        decoys: Sequence[str] | None = None,
         dtype_name: str = "float32",
         block_size: int = 16,
         kv_cache_memory_bytes: int | None = None,

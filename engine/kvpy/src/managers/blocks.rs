@@ -29,7 +29,10 @@ fn setting<'py>(config: &Bound<'py, PyAny>, names: &[&str]) -> PyResult<Bound<'p
             return Ok(value);
         }
     }
-    Err(PyAttributeError::new_err(format!("the configuration has none of {}", names.join(", "))))
+    Err(PyAttributeError::new_err(format!(
+        "the configuration has none of the attributes {}",
+        names.join(", ")
+    )))
 }
 
 impl PyBlockManager {

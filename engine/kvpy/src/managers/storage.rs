@@ -196,7 +196,7 @@ impl PyStorageTierConfig {
         let tier = match tier {
             "gpu" => Tier::Device,
             "cpu" => Tier::Host,
-            _ => return Err(PyValueError::new_err(format!("unknown tier {tier:?}: take gpu or cpu"))),
+            _ => return Err(PyValueError::new_err(format!("unknown tier {tier:?}; use gpu or cpu"))),
         };
         Ok(self.0.blocks_to_offload(tier, used, total).map_err(CallError::from)?)
     }

@@ -308,8 +308,8 @@ pub(super) fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<Ke
         });
     }
     let what = format!(
-        "attention over heads of {} and {} elements: the device has {limit} bytes of shared memory, the cpu backend has \
-         no such limit",
+        "attention over heads of {} and {} elements: the device has only {limit} bytes of shared memory; the cpu backend \
+         has no such limit",
         s.k_dim, s.v_dim
     );
     Err(Error::Unsupported { backend: NAME, what })

@@ -173,7 +173,7 @@ fn chunk(
     let parts = tiles.iter().flat_map(RowTile::tasks).map(|task| task.rows.len() as u64).sum();
     if parts > key.parts {
         let what = format!(
-            "{parts} parts of one row in attention: the device binds {} at once; use fewer merge groups",
+            "{parts} parts of one row in attention: the device can bind only {} at once; use fewer merge groups",
             key.parts
         );
         return Err(Error::Unsupported { backend: NAME, what });

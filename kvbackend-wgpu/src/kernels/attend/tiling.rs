@@ -63,7 +63,8 @@ impl Tiling {
             }
         }
         let what = format!(
-            "attention over heads of {} and {} elements: the device has {} bytes of workgroup memory, the cpu backend has no such limit",
+            "attention over heads of {} and {} elements: the device has only {} bytes of workgroup memory; the cpu \
+             backend has no such limit",
             s.k_dim,
             s.v_dim,
             4 * memory

@@ -47,7 +47,7 @@ impl PlaneWindows {
             let limit = (device.binding - align - 4) * 8 / bits;
             if span > limit {
                 let what = format!(
-                    "blocks that reach over {} bytes: the device binds {} at once; use blocks of fewer tokens",
+                    "blocks that reach over {} bytes: the device can bind only {} at once; use fewer tokens per block",
                     span * bits / 8,
                     device.binding
                 );
@@ -154,7 +154,7 @@ pub(super) fn rows_window(
     let (start, end) = extent(device, view, rows);
     if end - start > device.binding {
         let what = format!(
-            "rows that reach over {} bytes: the device binds {} at once; attend with fewer rows in a call",
+            "rows that reach over {} bytes: the device can bind only {} at once; use fewer rows per call",
             end - start,
             device.binding
         );

@@ -59,7 +59,7 @@ impl PlaneStrides {
         for (stride, count, axis) in axes.into_iter().filter(|axis| axis.1 > 1) {
             if stride < covered {
                 return invalid(format!(
-                    "the {axis} stride {stride} lies inside {covered} elements already covered"
+                    "the {axis} stride {stride} is smaller than the {covered} elements that it must skip"
                 ));
             }
             if !stride.is_multiple_of(per_byte) {

@@ -96,9 +96,10 @@ impl KvFormat {
     /// the group is 0, and [`Error::NotMultiple`] if the group does not divide `dim` or is odd for int4.
     pub(crate) fn check_dim(self, what: &'static str, dim: usize) -> Result<()> {
         match self {
-            Self::Dense(dtype) if !dtype.is_compute() => {
-                Err(Error::InvalidFormat { format: self, reason: "no kernel computes with it".to_owned() })
-            }
+            Self::Dense(dtype) if !dtype.is_compute() => Err(Error::InvalidFormat {
+                format: self,
+                reason: "kernels cannot compute with it".to_owned(),
+            }),
             Self::Int8 { group: 0 } | Self::Int4 { group: 0 } => Err(Error::Zero { what: "group" }),
             Self::Int4 { group } if group % 2 == 1 => {
                 Err(Error::NotMultiple { what: "group of int4", value: group, of: 2 })
@@ -135,8 +136,7 @@ impl FromStr for KvFormat {
         let unknown = || Error::Unsupported {
             backend: "kvcore",
             what: format!(
-                "KV format {s:?} (f32, f16, bf16, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] and \
-                 fp8-e5m2[:head] are)"
+                "KV format {s:?}; use f32, f16, bf16, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] or fp8-e5m2[:head]"
             ),
         };
         let (name, option) = s.split_once(':').map_or((s, None), |(name, option)| (name, Some(option)));

@@ -137,7 +137,7 @@ impl RopeConfig {
     /// Returns [`Error::InvalidRope`] with the name and value of the first invalid parameter.
     pub fn check(&self) -> Result<()> {
         if self.rotary_dim == 0 || !self.rotary_dim.is_multiple_of(2) {
-            return invalid(format!("rotary_dim {} is not even and positive", self.rotary_dim));
+            return invalid(format!("rotary_dim {} must be even and positive", self.rotary_dim));
         }
         if !(self.theta.is_finite() && self.theta > 1.0) {
             return invalid(format!("theta {} is not above 1", self.theta));
@@ -201,7 +201,7 @@ impl RopeConfig {
     fn check_divisors(&self, what: &str, divisors: &[f64]) -> Result<()> {
         if divisors.len() != self.rotary_dim / 2 {
             let (got, dim) = (divisors.len(), self.rotary_dim);
-            return invalid(format!("{what} has {got} numbers, rotary_dim {dim} asks for {}", dim / 2));
+            return invalid(format!("{what} has {got} numbers, rotary_dim {dim} requires {}", dim / 2));
         }
         divisors.iter().try_for_each(|&divisor| positive(what, divisor))
     }

@@ -143,9 +143,9 @@ mod tests {
         for longest in 30..30 + KEPT {
             family.at(longest).unwrap();
         }
-        let anew = family.at(20).unwrap();
-        assert!(!Arc::ptr_eq(&first.layers()[0], &anew.layers()[0]));
-        assert_eq!(first.layers()[0].frequencies(), anew.layers()[0].frequencies());
+        let again = family.at(20).unwrap();
+        assert!(!Arc::ptr_eq(&first.layers()[0], &again.layers()[0]));
+        assert_eq!(first.layers()[0].frequencies(), again.layers()[0].frequencies());
     }
 
     #[test]

@@ -49,7 +49,7 @@ impl FromStr for KeyForm {
             "unrotated" => Ok(Self::Unrotated),
             other => Err(Error::Unsupported {
                 backend: "kvcore",
-                what: format!("key form {other:?} (rotated and unrotated are)"),
+                what: format!("key form {other:?}; use rotated or unrotated"),
             }),
         }
     }

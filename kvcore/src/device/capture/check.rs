@@ -47,7 +47,7 @@ impl ReplayCheck {
     /// other than the step's, has a selection, or is an operation that graphs do not support.
     pub fn of(backend: &'static str, operation: Operation<'_>, step: &StepInputs) -> Result<Option<Self>> {
         let other_lists = || {
-            let what = format!("{} over lists that are not those of the step", operation.name());
+            let what = format!("{} with lists that do not belong to the captured step", operation.name());
             uncapturable(backend, &what)
         };
         let captured = |op: &Attend| {

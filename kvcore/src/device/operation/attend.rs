@@ -261,7 +261,7 @@ impl Attend {
     fn check_positions(&self, facts: &Facts) -> Result<()> {
         let Some(rope) = &self.rope else {
             if self.keys == KeyForm::Unrotated {
-                return Err(Error::InvalidRope("unrotated keys need one to be read".to_owned()));
+                return Err(Error::InvalidRope("unrotated keys cannot be read without one".to_owned()));
             }
             return facts.offset().map_or(Ok(()), |offset| {
                 let reason = format!("a segment at offset {offset} needs queries that attend can rotate");

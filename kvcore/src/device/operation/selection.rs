@@ -70,7 +70,7 @@ impl Selection {
         for row in 0..rows {
             let indices = self.row(row);
             if let Some([a, b, ..]) = indices.windows(2).find(|pair| pair[0] >= pair[1]) {
-                return invalid(row, format!("index {a} stands before {b}"));
+                return invalid(row, format!("index {a} comes before {b}"));
             }
             if let Some(&last) = indices.last().filter(|&&last| last as usize >= units) {
                 return Err(Error::range("selected index", last, units));

@@ -65,11 +65,11 @@ fn whole_rows(what: &'static str, view: &TensorView) -> Result<()> {
     let (Some((&row, outer)), Some((&step, strides))) =
         (view.shape().split_last(), view.strides().split_last())
     else {
-        return invalid(format!("one {} element is no whole byte", view.dtype()));
+        return invalid(format!("one {} element is not a whole number of bytes", view.dtype()));
     };
     if step != 1 || !row.is_multiple_of(per_byte) {
         return invalid(format!(
-            "a row of {row} {} elements {step} apart is not in whole bytes",
+            "a row of {row} {} elements {step} apart does not consist of whole bytes",
             view.dtype()
         ));
     }

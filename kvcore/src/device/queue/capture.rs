@@ -111,7 +111,7 @@ pub trait CapturedStream: Sized + 'static {
             let _pass = self.outside("a wait for an event from before the capture")?;
             return body(None);
         }
-        let foreign = "a wait for an event of another capture, or of one that has ended,";
+        let foreign = "a wait for an event of another capture, or of a finished capture,";
         Self::slot().with_borrow_mut(|slot| {
             let recording = slot.as_mut().filter(|it| it.number == number);
             let recording = recording.ok_or_else(|| uncapturable(Self::BACKEND, foreign))?;

@@ -77,12 +77,12 @@ impl BlockTable {
     /// # Errors
     /// Returns the errors of [`new`](Self::new).
     pub fn with_prefix(shared: SharedBlocks, block_size: usize) -> Result<Self> {
-        Self::behind(0, shared, block_size)
+        Self::after_freed(0, shared, block_size)
     }
 
     /// Creates a table like [`with_prefix`](Self::with_prefix), except that the sequence's first `gone`
     /// blocks are already freed, and `shared` holds the next blocks.
-    pub(crate) fn behind(gone: usize, shared: SharedBlocks, block_size: usize) -> Result<Self> {
+    pub(crate) fn after_freed(gone: usize, shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
         }
@@ -431,7 +431,7 @@ mod tests {
         assert_eq!(table.slot(5), Ok(49));
         assert!(matches!(table.slot(6), Err(Error::OutOfRange { .. })));
         let longer = table.truncate(7).unwrap_err();
-        assert_eq!(longer.to_string(), "length to truncate to 7 is too large: at most 6 is possible");
+        assert_eq!(longer.to_string(), "length to truncate to 7 is too large; the maximum is 6");
         table.truncate(4).unwrap();
         assert_eq!((table.ids().len(), pool.counts().free), (1, 8));
         assert!(matches!(table.grow(usize::MAX), Err(Error::Overflow { .. })));

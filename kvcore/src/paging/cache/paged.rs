@@ -197,7 +197,7 @@ impl PagedKvCache {
     /// `shared` holds the next blocks.
     pub(super) fn begun(&self, prompt: &PromptKeys, gone: usize, shared: SharedBlocks) -> Result<Sequence> {
         let chain = Some(KeyChain::new(prompt.clone(), gone + shared.len()));
-        let table = BlockTable::behind(gone, shared, self.block_size())?;
+        let table = BlockTable::after_freed(gone, shared, self.block_size())?;
         Ok(Sequence { table, start: SequenceStart::default(), chain, batch: 0 })
     }
 

@@ -131,7 +131,7 @@ impl PagedKvCache {
                 pairs,
             })?;
         }
-        let mut table = BlockTable::behind(gone, shared, block_size)?;
+        let mut table = BlockTable::after_freed(gone, shared, block_size)?;
         table.supply(fresh)?;
         table.grow(swapped.len - table.len())?;
         if let Some(chain) = &swapped.chain {

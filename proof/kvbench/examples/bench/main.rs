@@ -68,14 +68,16 @@ fn bench(args: &BenchCli) -> Result {
         BenchBackend::Cpu => cpu(args.quick)?,
         BenchBackend::Products => run_bench("products", if args.quick { &["--mib", "16"] } else { &[] })?,
         BenchBackend::Cuda if args.write && !cuda_double::driver_is_here() => {
-            return Err("this machine has no CUDA driver: the table of docs/benchmarks.md is of a real card"
-                .to_owned());
+            return Err(
+                "this machine has no CUDA driver; the table in docs/benchmarks.md must come from a real card"
+                    .to_owned(),
+            );
         }
         BenchBackend::Cuda => cuda(args.quick)?,
         BenchBackend::Wgpu => wgpu(args.quick)?,
     };
     if args.write && rows.iter().any(|row| row.double) {
-        return Err("nothing is written: the driver that was loaded is its test double".to_owned());
+        return Err("nothing is written, because the loaded driver is the test double".to_owned());
     }
     let broken = aims::broken(&rows).join(", ");
     let sweeps = rows::sweeps(rows);
@@ -99,7 +101,8 @@ fn cuda(quick: bool) -> Result<Vec<BenchRow>> {
         command.args(if quick { QUICK_ON_A_CARD } else { &[] });
     } else {
         eprintln!(
-            "bench: no CUDA driver is here: through its test double, in small sizes, without ratios and aims"
+            "bench: this machine has no CUDA driver; the benchmark runs with the driver's test double, in small \
+             sizes, without ratios and targets"
         );
     }
     rows_of(command, "kernels_on_cuda")
@@ -172,7 +175,7 @@ fn rows_of(mut command: Command, name: &str) -> Result<Vec<BenchRow>> {
         if row.double {
             eprintln!("  {what}: runs");
         } else {
-            eprintln!("  {what}: {rate}{:.2} times as fast as {} (aim: {aim})", row.ratio, row.limit);
+            eprintln!("  {what}: {rate}{:.2} times as fast as {} (target: {aim})", row.ratio, row.limit);
         }
         rows.push(row);
     })?;

@@ -153,7 +153,7 @@ fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), 
         .configure_mesh()
         .x_desc(unit)
         .x_labels((high - low) as usize + 1)
-        .y_desc("times as fast as the limit or peer: 1 is as fast")
+        .y_desc("speed relative to the limit or peer (1: equally fast)")
         .x_label_formatter(&|x| size_label(*x, bytes))
         .y_label_formatter(&|y| ratio_label(*y))
         .light_line_style(WHITE)

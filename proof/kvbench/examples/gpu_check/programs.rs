@@ -158,7 +158,7 @@ pub(super) fn collect(folder: &Path) -> Result {
     let mib = bytes as f64 / f64::from(1 << 20);
     if bytes > MOST {
         return Err(format!(
-            "{} holds {mib:.0} MiB, more than {} to be carried",
+            "{} has {mib:.0} MiB, more than the {} that can be carried",
             folder.display(),
             MOST >> 20
         ));

@@ -377,12 +377,12 @@ fn tabled(here: &mut Here, ran: &Ran) -> CardOutcome {
         (Some(failure), _) => CardOutcome::Failed(failure.clone()),
         (None, None) => CardOutcome::Failed("it printed no row".to_owned()),
         (None, Some(table)) if table.contains("test double") => {
-            CardOutcome::Passed("every kernel runs; through the double, times say nothing".to_owned())
+            CardOutcome::Passed("every kernel runs; with the double, times mean nothing".to_owned())
         }
         (None, Some(table)) => {
             let count = |word| table.matches(word).count();
             let (reached, missed) = (count(", reached |"), count("**missed**"));
-            CardOutcome::Passed(format!("{reached} aims reached, {missed} missed"))
+            CardOutcome::Passed(format!("{reached} targets reached, {missed} missed"))
         }
     }
 }
@@ -456,7 +456,7 @@ mod tests {
         let row = r#"{"what":"cuda: scatter bf16","size":4,"unit":"bytes","seconds":1,"limit":"cuMemcpyDtoD","limit_seconds":1,"ratio":1}"#;
         let mut step = here();
         let passed = tabled(&mut step, &ran(row, None));
-        assert_eq!(passed, CardOutcome::Passed("1 aims reached, 0 missed".to_owned()));
+        assert_eq!(passed, CardOutcome::Passed("1 targets reached, 0 missed".to_owned()));
         assert_eq!(tabled(&mut step, &ran(row, Some("late"))), CardOutcome::Failed("late".to_owned()));
         assert!(step.section.contains("| cuda: scatter bf16 |"));
         assert!(matches!(tabled(&mut step, &ran("", None)), CardOutcome::Failed(_)));

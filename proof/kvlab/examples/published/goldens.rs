@@ -117,7 +117,7 @@ fn chosen(golden: &Golden, end: u32, said: KvcAnswer) -> Result<usize> {
 /// Returns the number of positions where the golden's token is the most likely one, given the golden's
 /// earlier tokens.
 fn read_back(golden: &Golden, said: &KvcAnswer) -> Result<usize> {
-    let read = said.read_back.as_ref().ok_or("`kvc run --answer` does not say what it read")?;
+    let read = said.read_back.as_ref().ok_or("`kvc run --answer` does not report what it read")?;
     if read.prompt != golden.prompt {
         return Err(format!("{:?} has other tokens than its golden", golden.name));
     }
@@ -130,7 +130,7 @@ fn ask(model: &Path, prompt: &Prompt, tokens: usize, answer: Option<&[u32]>) -> 
     let (option, text) = match (&prompt.text, &prompt.messages) {
         (Some(text), None) => ("--prompt-file", text.clone()),
         (None, Some(messages)) => ("--messages", messages.to_string()),
-        _ => return Err(format!("{:?} is neither a text nor a conversation", prompt.name)),
+        _ => return Err(format!("{:?} is neither a string nor a conversation", prompt.name)),
     };
     run::write(&asked, &text)?;
     let mut command = Command::new(program());

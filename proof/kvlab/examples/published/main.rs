@@ -94,7 +94,7 @@ fn published(args: &PublishedCli) -> Result {
         return goldens::check();
     }
     if !MODEL.is_here() {
-        return Err(format!("the published model is not here; fetch it by\n    {}", MODEL.bring()));
+        return Err(format!("the published model is missing; download it with\n    {}", MODEL.bring()));
     }
     build()?;
     if args.quick {

@@ -331,7 +331,7 @@ pub(super) fn write() -> Result {
     let mut all = DOCUMENTS.map(gather).into_iter().collect::<Result<Vec<_>>>()?;
     all.retain(|kept| kept.draws() > 0);
     if all.is_empty() {
-        println!("no answers are kept to screen by: the table of docs/quality.md stays as it is");
+        println!("there are no stored answers to screen; the table in docs/quality.md is unchanged");
         return Ok(());
     }
     if let Some(most) = all.last() {

@@ -87,10 +87,12 @@ impl GateCheck {
         let (asked, limit) = (paired.asked, limits.accuracy);
         let points = |share: f64| format!("{:.1}", 100.0 * share);
         let check = |what, measured, verdict| Self { what, measured, limit, verdict };
-        let lost =
-            format!("{asked} local questions: {} points lost against full attention", points(paired.loss()));
+        let lost = format!(
+            "{asked} local questions: {} points lost compared with full attention",
+            points(paired.loss())
+        );
         let bounds = format!(
-            "at least {} and at most {} (95 %, each)",
+            "at least {} and at most {} (95 % confidence each)",
             points(paired.at_least()),
             points(paired.at_most())
         );
@@ -99,7 +101,8 @@ impl GateCheck {
         }
         if right < limits.floor {
             let what = format!(
-                "full attention answers {} % of {asked} local questions, too few to judge by (at least {} %)",
+                "full attention answers {} % of {asked} local questions correctly, too few to judge a loss (at least {} \
+                 % are needed)",
                 points(right),
                 points(limits.floor)
             );
@@ -110,9 +113,9 @@ impl GateCheck {
         }
         let more = match paired.needed(limit) {
             Some(needed) => {
-                format!("about {} more questions would tell", needed.saturating_sub(asked).max(1))
+                format!("about {} more questions are needed to decide", needed.saturating_sub(asked).max(1))
             }
-            None => "more questions like these would not bound it".to_owned(),
+            None => "more questions like these would not decide it".to_owned(),
         };
         check(format!("{lost}, {bounds}; {more}"), paired.at_most(), Verdict::CannotSay)
     }
@@ -206,7 +209,7 @@ impl Gate {
         let paired = Self::pairs(trials);
         if paired.asked == 0 {
             return GateCheck {
-                what: "there is no local question to compare answers with".to_owned(),
+                what: "there are no local questions to compare answers to".to_owned(),
                 measured: f64::NAN,
                 limit: limits.accuracy,
                 verdict: Verdict::CannotSay,
@@ -262,17 +265,19 @@ fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
         ("reuse equals computing from scratch under the same mask", cell, Recompute::None, Against::NoReuse),
         none("recomputing no token changes nothing", Recompute::Link { tokens: 0 }),
         none("blending no token changes nothing", blend(0.0)),
-        full("recomputing every token is full attention", Recompute::Full),
-        full("linking whole documents is full attention", whole),
-        full("blending every token is full attention", blend(1.0)),
-        full("recomputing every token by the question's attention is full attention", question),
-        full("recomputing every token by attention and deviation is full attention", joint),
+        full("recomputing every token equals full attention", Recompute::Full),
+        full("linking whole documents equals full attention", whole),
+        full("blending every token equals full attention", blend(1.0)),
+        full("recomputing every token, chosen by the question's attention, equals full attention", question),
+        full("recomputing every token, chosen by attention and deviation, equals full attention", joint),
     ];
-    all.extend(through.map(|blend| full("blending every token at a checkpoint is full attention", blend)));
+    all.extend(
+        through.map(|blend| full("blending every token at a checkpoint equals full attention", blend)),
+    );
     if overlapped {
         let itself = |what, recompute| (what, cell, recompute, Against::Strategy(Recompute::Full));
-        all.push(itself("blending every token is recomputing it, in this cell", blend(1.0)));
-        let what = "blending every token at a checkpoint is recomputing it, in this cell";
+        all.push(itself("blending every token equals recomputing it, with these settings", blend(1.0)));
+        let what = "blending every token at a checkpoint equals recomputing it, with these settings";
         all.extend(through.map(|blend| itself(what, blend)));
     }
     let identity = |(what, cell, recompute, against)| Identity { what, cell, recompute, against };

@@ -122,8 +122,8 @@ impl Grader {
     /// Returns an objection if no answer can ever be graded as right against this right answer.
     pub(super) fn objection(self, right: &str) -> Option<&'static str> {
         match self {
-            Self::Contains | Self::TokenF1 if words(right).is_empty() => Some("it has no word"),
-            Self::Numbers if numbers(right).is_empty() => Some("it has no number"),
+            Self::Contains | Self::TokenF1 if words(right).is_empty() => Some("it has no words"),
+            Self::Numbers if numbers(right).is_empty() => Some("it has no numbers"),
             _ => None,
         }
     }

@@ -101,7 +101,7 @@ impl Question {
     /// Returns the problem with a question that was parsed successfully, or `None` if it has none.
     fn objection(&self) -> Option<String> {
         if self.documents.is_empty() {
-            return Some("documents: there is none".to_owned());
+            return Some("documents: the list is empty".to_owned());
         }
         let documents = self.documents.iter().enumerate().map(|(i, text)| (format!("documents[{i}]"), text));
         let parts = [("system", &self.system), ("question", &self.question), ("answer", &self.answer)];
@@ -111,7 +111,7 @@ impl Question {
             return Some(format!("{name} is empty"));
         }
         let objection = self.grader.objection(&self.answer)?;
-        Some(format!("answer {:?}: {objection}, and this grader would accept no answer", self.answer))
+        Some(format!("answer {:?}: {objection}, so this grader would reject every answer", self.answer))
     }
 
     /// Returns true if an answer is right.
@@ -145,7 +145,7 @@ mod tests {
             (r#"{"system":"s","documents":["d"," "],"question":"q","answer":"a"}"#, "documents[1] is empty"),
             (
                 r#"{"system":"s","documents":["d"],"question":"q","answer":"four","grader":"numbers"}"#,
-                "answer \"four\": it has no number",
+                "answer \"four\": it has no numbers",
             ),
             (r#"{"system":"s","documents":["d"],"question":"q","answer":"a","more":1}"#, "more"),
         ] {

@@ -37,7 +37,7 @@ impl World {
         let world: Self = serde_json::from_str(text).map_err(|e| bad(e.to_string()))?;
         if world.names.len() < 64 || world.values.len() < 2 {
             return Err(bad(format!(
-                "{} names, {} values: 64 and 2 are needed",
+                "{} names and {} values; at least 64 names and 2 values are needed",
                 world.names.len(),
                 world.values.len()
             )));

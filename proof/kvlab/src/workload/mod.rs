@@ -98,20 +98,18 @@ impl RagWorkload {
         let positive =
             [self.requests, self.document_tokens, self.per_request, self.system_tokens, self.question_tokens];
         if positive.contains(&0) {
-            return bad("requests, their documents and all tokens must be at least 1");
+            return bad("the numbers of requests, documents per request and tokens must be at least 1");
         }
         if !(0.0..=1.0).contains(&self.system_changes) {
-            return bad("the share of system changes must be between 0 and 1");
+            return bad("the fraction of system prompt changes must be between 0 and 1");
         }
         match self.popularity {
-            Popularity::Zipf(s) if !(s.is_finite() && s >= 0.0) => {
-                bad("the exponent of Zipf must be 0 or more")
-            }
+            Popularity::Zipf(s) if !(s.is_finite() && s >= 0.0) => bad("the Zipf exponent must be 0 or more"),
             Popularity::Zipf(_) if self.documents < self.per_request => {
-                bad("a library must have at least as many documents as a request takes")
+                bad("the library must have at least as many documents as one request uses")
             }
             Popularity::Repetition(p) if !(0.0..=1.0).contains(&p) => {
-                bad("repetition must be between 0 and 1")
+                bad("the repetition probability must be between 0 and 1")
             }
             _ => Ok(()),
         }

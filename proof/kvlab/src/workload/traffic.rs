@@ -63,7 +63,7 @@ impl Traffic {
             return Err(Error::Workload("requests, prompts and answers need at least one".to_owned()));
         }
         if self.rate.is_some_and(|rate| !rate.is_finite() || rate <= 0.0) {
-            return Err(Error::Workload("a rate must be above 0".to_owned()));
+            return Err(Error::Workload("the rate must be above 0".to_owned()));
         }
         let mut rng = StdRng::seed_from_u64(self.seed);
         let mut at = 0.0;

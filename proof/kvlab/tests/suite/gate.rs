@@ -108,10 +108,10 @@ fn answers_are_judged_only_where_they_bound_the_loss() {
     assert!(lost.what.contains("12.5 points lost"), "{}", lost.what);
     let unclear = judged(6, 4, 200, 90);
     assert_eq!(unclear.verdict, Verdict::CannotSay);
-    assert!(unclear.what.contains("more questions would tell"), "{}", unclear.what);
+    assert!(unclear.what.contains("more questions are needed to decide"), "{}", unclear.what);
     let worse = judged(9, 0, 200, 91);
     assert_eq!(worse.verdict, Verdict::CannotSay);
-    assert!(worse.what.contains("would not bound it"), "{}", worse.what);
+    assert!(worse.what.contains("would not decide it"), "{}", worse.what);
     let clean = judged(0, 0, 50, 0);
     assert!(clean.verdict == Verdict::CannotSay && clean.what.contains("about 8"), "{}", clean.what);
     // Full attention itself answers too few questions correctly.

@@ -48,7 +48,7 @@ fn plain_reuse_is_not_fit_for_a_published_model() {
     for documents in [2, 4] {
         let check = kept(documents).judged(OLD_DEFAULT, &GateLimits::default());
         assert_eq!(check.verdict, Verdict::Fails, "{documents} documents: {}", check.what);
-        assert!(check.what.contains("points lost against full attention"), "{}", check.what);
+        assert!(check.what.contains("points lost compared with full attention"), "{}", check.what);
     }
 }
 
@@ -61,7 +61,7 @@ fn answers_that_bound_the_loss_are_fit_and_others_report_how_many_more_would_tel
     // With four notes, full attention answers fewer questions correctly than the floor requires.
     let blind = kept(4).judged(way, &GateLimits::default());
     assert_eq!(blind.verdict, Verdict::CannotSay, "{}", blind.what);
-    assert!(blind.what.contains("too few to judge by"), "{}", blind.what);
+    assert!(blind.what.contains("too few to judge a loss"), "{}", blind.what);
     let open = kept(4).judged(way, &GateLimits { floor: 0.2, ..GateLimits::default() });
     assert_eq!(open.verdict, Verdict::CannotSay, "{}", open.what);
     assert!(open.what.contains("more questions"), "{}", open.what);
@@ -71,5 +71,5 @@ fn answers_that_bound_the_loss_are_fit_and_others_report_how_many_more_would_tel
 fn eight_documents_cannot_be_judged_since_full_attention_answers_too_little() {
     let check = kept(8).judged("sequential, with-system, question:0.5", &GateLimits::default());
     assert_eq!(check.verdict, Verdict::CannotSay, "{}", check.what);
-    assert!(check.what.contains("too few to judge by"), "{}", check.what);
+    assert!(check.what.contains("too few to judge a loss"), "{}", check.what);
 }

@@ -21,9 +21,9 @@ CHECK = """Check whether a model works with chunks.
 
 The model runs inside vLLM on this machine, on CPUs. Three things are checked, in this order:
 
-  exactness  reuse gives the tokens and log-probabilities of transformers under the mask of chunks (in float32)
-  hits       all tokens of documents are found when the documents come in another order, and other requests are not changed
-  answers    questions about notes that no model knows are answered as well as with ordinary attention
+  exactness  reuse gives the same tokens and log-probabilities as transformers with the chunk mask (in float32)
+  hits       all document tokens are found when the documents come in a different order, and other requests are unaffected
+  answers    questions about invented notes are answered as well as with ordinary attention
 
 The exit status is 0 if a setting is fit, 1 if none is, and 2 if the check could not run."""
 
@@ -32,7 +32,8 @@ EXAMPLES = """examples:
   python -m kvcache.vllm check FOLDER --notes 4 --questions 200 --mode with-system
   python -m kvcache.vllm check FOLDER --recompute link:8 --recompute question:0.3 --json
 
-Each question takes a few times as long as the model needs to read its notes; the small models of a laptop take minutes."""
+Each question takes a few times as long as the model needs to read its notes. For a small model on a laptop, the check
+takes minutes."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,39 +47,53 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    check.add_argument("model", metavar="MODEL", help="a folder with config.json, weights and a tokenizer, as transformers writes it")
-    check.add_argument("--questions", type=above_0, default=40, metavar="N", help="questions (default: 40); more bound the loss better")
-    check.add_argument("--notes", type=int, default=2, metavar="N", help="notes of each question, 2 to 20 (default: 2)")
+    check.add_argument("model", metavar="MODEL", help="folder with config.json, weights and a tokenizer, as written by transformers")
+    check.add_argument(
+        "--questions",
+        type=above_0,
+        default=40,
+        metavar="N",
+        help="number of questions (default: 40); with more questions, the bound on the loss is tighter",
+    )
+    check.add_argument("--notes", type=int, default=2, metavar="N", help="number of notes per question, 2 to 20 (default: 2)")
     check.add_argument(
         "--recompute",
         action="append",
         metavar="HOW",
-        help="a setting to try, as in chunk_recompute: none, link:K or question:R; may be repeated "
+        help="value of chunk_recompute to try: none, link:K or question:R; may be repeated "
         "(default: none, link:16, link:32, link:64 and question:0.5)",
     )
-    check.add_argument("--mode", choices=("alone", "with-system"), default="alone", help="what a chunk sees (default: alone)")
     check.add_argument(
-        "--tolerance", type=float, default=2.0, metavar="POINTS", help="right answers of a hundred that may be lost (default: 2)"
+        "--mode",
+        choices=("alone", "with-system"),
+        default="alone",
+        help="tokens that a chunk sees: only its own, or also the system prompt (default: alone)",
+    )
+    check.add_argument(
+        "--tolerance", type=float, default=2.0, metavar="POINTS", help="maximum loss, in right answers per hundred questions (default: 2)"
     )
     check.add_argument(
         "--floor",
         type=float,
         default=30.0,
         metavar="PERCENT",
-        help="right answers of a hundred that ordinary attention must give for a loss to be judged (default: 30)",
+        help="minimum right answers per hundred questions with ordinary attention for a loss to be judged (default: 30)",
     )
-    check.add_argument("--seed", type=int, default=1, metavar="N", help="other questions for another number (default: 1)")
+    check.add_argument("--seed", type=int, default=1, metavar="N", help="random seed for the questions (default: 1)")
     check.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
-        help="element type in which questions are answered (default: float32)",
+        help="element type used to answer the questions (default: float32)",
     )
     check.add_argument(
-        "--max-len", type=above_0, metavar="TOKENS", help="longest prompt with its answer (default: 4096, if the model has as many)"
+        "--max-len",
+        type=above_0,
+        metavar="TOKENS",
+        help="maximum length of a prompt with its answer (default: 4096, or the model's maximum if that is smaller)",
     )
     check.add_argument("--host-memory", default="1GiB", metavar="SIZE", help="memory for chunks (default: 1GiB)")
-    check.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
+    check.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
     return whole
 
 
@@ -111,7 +126,7 @@ def run_check(args: argparse.Namespace) -> int:
     """Runs the check and returns the exit status."""
     folder = Path(args.model)
     if not (folder / "config.json").is_file():
-        raise CommandError(f"{folder} has no config.json: give the folder of a model; `hf download NAME --local-dir FOLDER` brings one")
+        raise CommandError(f"{folder} has no config.json: pass a model's folder; `hf download NAME --local-dir FOLDER` downloads one")
     for recompute in args.recompute or ():
         try:
             plan_of({"chunk_lengths": [1, 1], "chunk_recompute": recompute}, [0, 0, 0])
@@ -123,7 +138,7 @@ def run_check(args: argparse.Namespace) -> int:
         except ModuleNotFoundError as error:
             raise CommandError(
                 f"the Python module {error.name!r} is missing: install vLLM and transformers into this environment "
-                "(`proof/vllm/install.sh FOLDER` of the repository makes one)"
+                "(`proof/vllm/install.sh FOLDER` in the repository creates such an environment)"
             ) from error
         more = {"recompute": tuple(args.recompute)} if args.recompute else {}
         options = Options(
@@ -140,7 +155,7 @@ def run_check(args: argparse.Namespace) -> int:
         try:
             findings, rows = check(options, say)
         except UnsupportedHostError as error:
-            raise CommandError(f"{folder} is refused: {error}") from error
+            raise CommandError(f"{folder} is not supported: {error}") from error
         except (CheckError, ValueError, OSError) as error:
             raise CommandError(str(error)) from error
     verdict = judge(findings, rows, args.mode, Limits(args.tolerance / 100, args.floor / 100))
@@ -162,12 +177,12 @@ def run_check(args: argparse.Namespace) -> int:
         print(f"ok      {finding.what}" if finding.fault is None else f"FAILED  {finding.what}: {finding.fault}")
     if rows:
         asked = len(rows[0].right)
-        print(f"\n{asked} questions about {args.notes} notes each, cached before in another order, {args.mode}, {args.dtype}:\n")
+        print(f"\n{asked} questions about {args.notes} notes each, cached before in a different order, {args.mode}, {args.dtype}:\n")
         print(table(rows))
         print(
-            "\nPoints lost, of a hundred questions: the ones that only ordinary attention answered, less the ones that only this setting\n"
-            "answered; in brackets, the largest loss that the answers do not rule out. Divergence is that of the first token's\n"
-            "distribution from ordinary attention's, in nats. Times are means.\n"
+            "\nPoints lost, per hundred questions: the ones that only ordinary attention answered correctly, minus the ones that only\n"
+            "this setting answered correctly; in brackets, the largest loss that the answers do not rule out. Divergence is between\n"
+            "the first token's distribution and ordinary attention's, in nats. Times are averages.\n"
         )
         print(textwrap.fill(caution(asked), WIDTH))
     print(f"\n{textwrap.fill(verdict.sentence, WIDTH)}")

@@ -90,11 +90,11 @@ class Chunks:
         if plan is None:
             return None
         if request.pooling_params is not None or request.mm_features or request.prompt_embeds is not None:
-            raise ChunkRequestError("chunks are for text that is generated from text")
+            raise ChunkRequestError("chunks are supported only for text generated from text")
         if request.skip_reading_prefix_cache:
             raise ChunkRequestError("log-probabilities of the prompt need ordinary attention")
         if plan.recompute != "none" and self.no_recompute is not None:
-            raise ChunkRequestError(f"{self.no_recompute}: take chunk_recompute none")
+            raise ChunkRequestError(f"{self.no_recompute}; use chunk_recompute none")
         return plan
 
     def _refuse(self, tracked: Tracked, reason: str) -> None:
@@ -122,7 +122,7 @@ class Chunks:
             if number in state.holds or any(not waiter.is_over for waiter in state.waiters.get(number, ())):
                 continue
             if not self._acquire_part(tracked.request, state, number, part):
-                reason = "the memory for chunks has no room: raise host_memory"
+                reason = "the memory for chunks is full; raise host_memory"
                 self.go_without(tracked, reason, after_chunks=num_computed > 0)
                 return
 

@@ -45,17 +45,17 @@ class Settings:
         unknown = set(extra) - set(cls.__dataclass_fields__)
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
-            raise ValueError(f"kv_connector_extra_config has {sorted(unknown)}; the settings are {known}")
+            raise ValueError(f"kv_connector_extra_config has the unknown settings {sorted(unknown)}; the known settings are {known}")
         values = dict(extra)
         for name in ("host_memory", "prefix_memory"):
             if isinstance(values.get(name), str):
                 match = re.fullmatch(r"(\d+)\s*(|KiB|MiB|GiB)", values[name].strip())
                 if match is None:
-                    raise ValueError(f"{name} is {values[name]!r}: take bytes, or a number with KiB, MiB or GiB")
+                    raise ValueError(f"{name} is {values[name]!r}: it must be a number of bytes, or a number with KiB, MiB or GiB")
                 values[name] = int(match[1]) * UNITS[match[2]]
         settings = cls(**values)
         if type(settings.prefix_memory) is not int or settings.prefix_memory < 0:
-            raise ValueError(f"prefix_memory is {settings.prefix_memory!r}: it must be a number, 0 for none")
+            raise ValueError(f"prefix_memory is {settings.prefix_memory!r}: it must be a number; 0 means none")
         for name in ("host_memory", "block_size", "max_chunk_tokens", "max_chunks"):
             if type(getattr(settings, name)) is not int or getattr(settings, name) <= 0:
                 raise ValueError(f"{name} is {getattr(settings, name)!r}: it must be a number above 0")
@@ -85,25 +85,25 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-        raise UnsupportedHostError(f"the model has layers of several kinds ({kinds}): chunks need one kind")
+        raise UnsupportedHostError(f"the model has layers of several kinds ({kinds}); chunks are supported only if all layers are of one kind")
     spec = groups[0].kv_cache_spec
     kind = type(spec).__name__
     if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
-        raise UnsupportedHostError(f"layers of the kind {kind} are not known: take a model with ordinary attention")
+        raise UnsupportedHostError(f"layers of the kind {kind} are not supported; use a model with ordinary attention")
     dtype = str(spec.dtype).rsplit(".", 1)[-1]
     if dtype not in ("float32", "float16", "bfloat16"):
-        raise UnsupportedHostError(f"keys and values are stored as {dtype}: take float32, float16 or bfloat16")
+        raise UnsupportedHostError(f"keys and values are stored as {dtype}; use float32, float16 or bfloat16")
     layers, width = len(groups[0].layer_names), 2 if dtype != "float32" else 4
     row = 2 * layers * spec.num_kv_heads * spec.head_size * width
     ranks = vllm_config.parallel_config.tensor_parallel_size
     blocks = settings.host_memory // (row * settings.block_size * ranks)
     if blocks < 1:
         raise ValueError(
-            f"host_memory of {settings.host_memory} bytes holds no block: one takes {row * settings.block_size * ranks} bytes"
+            f"host_memory of {settings.host_memory} bytes is less than one block, which takes {row * settings.block_size * ranks} bytes"
         )
     prefix_block = row * spec.block_size * ranks
     if 0 < settings.prefix_memory < prefix_block:
-        raise ValueError(f"prefix_memory of {settings.prefix_memory} bytes holds no block: one takes {prefix_block} bytes")
+        raise ValueError(f"prefix_memory of {settings.prefix_memory} bytes is less than one block, which takes {prefix_block} bytes")
     return Geometry(
         num_layers=layers,
         num_blocks=min(blocks, (1 << 32) - 1),

@@ -40,7 +40,7 @@ def device_of(layer: Layer) -> str:
     if place.type in DEVICES:
         return f"{DEVICES[place.type]}:{place.index or 0}"
     raise UnsupportedHostError(
-        f"vLLM {_version()} keeps its caches on {place.type!r}: chunks go to caches on CPUs, NVIDIA GPUs and NPUs of Ascend"
+        f"vLLM {_version()} keeps its caches on {place.type!r}; chunks are supported for caches on CPUs, NVIDIA GPUs and Ascend NPUs"
     )
 
 
@@ -73,8 +73,8 @@ def foreign_cache(vllm_config: VllmConfig, layers: list[str], kv_caches: dict[st
     orders = {known.get(name) for name in names}
     if len(orders) != 1 or None in orders:
         raise UnsupportedHostError(
-            f"vLLM {_version()} lays its caches out for {', '.join(sorted(map(str, names)))}: "
-            f"the layouts of {', '.join(sorted(known))} are known"
+            f"vLLM {_version()} lays out its caches for {', '.join(sorted(map(str, names)))}; "
+            f"only the layouts for {', '.join(sorted(known))} are supported"
         )
     (order,) = orders
     if order == "planes":
@@ -89,10 +89,10 @@ def _lent(layers: list[Layer], device: str) -> ForeignCache:
     if len(planes) != 2 * len(layers) or len(shapes) != 1 or len(dtypes) != 1 or len(min(shapes)) != 4:
         raise UnsupportedHostError(
             f"vLLM {_version()} has tensors of {sorted(shapes)} in {len(planes)} planes of {len(layers)} layers: "
-            "keys and values [blocks, block_size, heads, head_dim] are known"
+            "only keys and values [blocks, block_size, heads, head_dim] are supported"
         )
     if not all(plane.is_contiguous() for plane in planes):
-        raise UnsupportedHostError(f"vLLM {_version()} leaves gaps in its caches: planes without gaps are known")
+        raise UnsupportedHostError(f"vLLM {_version()} leaves gaps in its caches; only planes without gaps are supported")
     ((num_blocks, block_size, num_heads, head_dim),), (dtype,) = shapes, dtypes
     return ForeignCache.lent(
         [(keys.data_ptr(), values.data_ptr()) for keys, values in layers],

@@ -95,23 +95,23 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
     mode = params.get("chunk_mode", "alone")
     recompute = params.get("chunk_recompute", "none")
     if not (isinstance(mode, str) and re.fullmatch(r"alone|with-system|sink:[1-9]\d*", mode)):
-        raise ChunkRequestError(f"chunk_mode is {mode!r}: take 'alone', 'with-system' or 'sink:K'")
+        raise ChunkRequestError(f"chunk_mode is {mode!r}; use 'alone', 'with-system' or 'sink:K'")
     if not (isinstance(recompute, str) and re.fullmatch(r"none|link:\d+|question:(0(\.\d+)?|1(\.0+)?)", recompute)):
         raise ChunkRequestError(
-            f"chunk_recompute is {recompute!r}: take 'none', 'link:K' or 'question:R' with a share R from 0 to 1"
+            f"chunk_recompute is {recompute!r}; use 'none', 'link:K' or 'question:R' with a fraction R from 0 to 1"
         )
     lengths, separator = params.get("chunk_lengths"), params.get("chunk_separator")
     if (lengths is None) == (separator is None):
-        raise ChunkRequestError("give either chunk_lengths or chunk_separator")
+        raise ChunkRequestError("pass either chunk_lengths or chunk_separator")
     if lengths is None:
         lengths = _cut(prompt, separator)
     if not (isinstance(lengths, (list, tuple)) and all(type(n) is int and n > 0 for n in lengths)):
         raise ChunkRequestError(f"chunk_lengths is {lengths!r}: it must be a list of numbers above 0")
     if len(lengths) < 2:
-        raise ChunkRequestError("chunk_lengths needs the system prompt's length and that of one chunk at least")
+        raise ChunkRequestError("chunk_lengths needs the length of the system prompt and of at least one chunk")
     if sum(lengths) >= len(prompt):
         raise ChunkRequestError(
-            f"the parts have {sum(lengths)} tokens, the prompt {len(prompt)}: at least one must be left for the question"
+            f"the parts have {sum(lengths)} tokens and the prompt has {len(prompt)}; at least one token must be left for the question"
         )
     parts, start = [], 0
     for length in lengths:
@@ -123,7 +123,7 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
 def _cut(prompt: Sequence[int], separator: Any) -> list[int]:
     """Returns the length of each part that ends with the separator."""
     if not (isinstance(separator, (list, tuple)) and separator and all(type(t) is int for t in separator)):
-        raise ChunkRequestError("chunk_separator must be a list of token ids")
+        raise ChunkRequestError("chunk_separator must be a list of token IDs")
     ends, width, at = [], len(separator), 0
     separator = list(separator)
     while at + width <= len(prompt):
@@ -134,8 +134,9 @@ def _cut(prompt: Sequence[int], separator: Any) -> list[int]:
             at += 1
     if len(ends) < 2:
         raise ChunkRequestError(
-            f"the separator {separator} stands {len(ends)} times in the prompt: two at least end the system prompt and a chunk. "
-            "A tokenizer may have merged it with its neighbours: tokenize each part by itself"
+            f"the separator {separator} occurs {len(ends)} times in the prompt, but must occur at least twice: "
+            "after the system prompt and after a chunk. "
+            "The tokenizer may have merged it with neighbouring text; tokenize each part separately"
         )
     return [end - start for start, end in zip([0, *ends], ends)]
 

@@ -31,7 +31,7 @@ class ChunkWorker:
         self.ropes = ropes_of(model.hf_text_config, model.max_model_len)
         if self.ropes.num_layers != len(self.layers):
             raise UnsupportedHostError(
-                f"this rank has {len(self.layers)} layers of {self.ropes.num_layers}: pipelines and draft models are not supported"
+                f"this rank has {len(self.layers)} of the model's {self.ropes.num_layers} layers; pipelines and draft models are not supported"
             )
         self.shape = shape
         self.block_size = shape.engine_block_size
@@ -64,7 +64,7 @@ class ChunkWorker:
         device = arena_device(device_of(tensors[0]))
         if size != self.block_size:
             raise UnsupportedHostError(
-                f"the kernels have blocks of {size} tokens, vLLM of {self.block_size}: take --block-size {size}"
+                f"the kernels use blocks of {size} tokens, but vLLM uses {self.block_size}; set --block-size {size}"
             )
 
         def arena(num_blocks: int, block_size: int) -> Arena:

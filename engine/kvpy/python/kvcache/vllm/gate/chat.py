@@ -56,7 +56,7 @@ def frame(tokenizer: Any) -> tuple[str, str]:
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     before, found, after = text.partition(MARK)
     if not found or MARK in after:
-        raise ValueError("the chat template does not write the message of a user exactly once")
+        raise ValueError("the chat template does not render the user's message exactly once")
     return before, after
 
 

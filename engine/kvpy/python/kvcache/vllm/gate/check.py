@@ -74,7 +74,7 @@ def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except (OSError, ValueError) as error:
-        raise CheckError(f"{options.model} has no tokenizer that transformers reads, and questions need one") from error
+        raise CheckError(f"{options.model} has no tokenizer that transformers can read, but the questions need one") from error
     chat = Chat(tokenizer)
     asked = note_questions(options.seed, options.questions, options.notes)
     options = replace(options, max_len=_max_len(options, config, chat, asked))
@@ -101,10 +101,10 @@ def _max_len(options: Options, config: Any, chat: Chat, asked: Sequence[NoteQues
     positions = getattr(config, "max_position_embeddings", MAX_LEN)
     most = options.max_len or min(MAX_LEN, positions)
     if most > positions:
-        raise CheckError(f"--max-len is {most}, and the model has {positions} positions: take --max-len {positions}")
+        raise CheckError(f"--max-len is {most}, but the model has only {positions} positions; use --max-len {positions}")
     longest = ANSWER + max(len(chat.prompt(question, _order(question)).token_ids) for question in asked)
     if longest > most:
-        raise CheckError(f"prompts have up to {longest} tokens with their answers, of {most}: raise --max-len, or take fewer --notes")
+        raise CheckError(f"prompts and their answers have up to {longest} tokens, more than {most}; raise --max-len, or use fewer --notes")
     return most
 
 
@@ -116,7 +116,7 @@ def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
     except UnsupportedHostError:
         raise
     except Exception as error:
-        raise CheckError(f"vLLM does not run {options.model}: {type(error).__name__}: {error}") from error
+        raise CheckError(f"vLLM cannot run {options.model}: {type(error).__name__}: {error}") from error
     try:
         yield engine
     finally:
@@ -155,7 +155,7 @@ def seen_before(engine: LocalEngine, chat: Chat, question: NoteQuestion, mode: s
     prompt = chat.prompt(question, order[1:] + order[:1], mode)
     out = engine.ask(prompt.token_ids, prompt.kv_transfer_params, 1)
     if "chunk_error" in out.params:
-        raise CheckError(f"chunks are not kept: {out.params['chunk_error']} (--host-memory)")
+        raise CheckError(f"chunks cannot be kept: {out.params['chunk_error']} (--host-memory)")
 
 
 def exactness(engine: LocalEngine, chat: Chat, expected: Sequence[Expected]) -> list[Finding]:
@@ -174,11 +174,11 @@ def exactness(engine: LocalEngine, chat: Chat, expected: Sequence[Expected]) -> 
             hits, chunks = engine.hits() - before, sum(lengths[1:])
             # vLLM itself may have found the system prompt.
             if hits < chunks or out.cached_tokens != sum(lengths) or out.params.get("chunk_tokens_computed") != 0:
-                missed.append(f"{hits} of {chunks} tokens of chunks are hits, and {out.cached_tokens} of {sum(lengths)} were cached")
+                missed.append(f"{hits} of {chunks} chunk tokens are hits, and {out.cached_tokens} of {sum(lengths)} were cached")
             found += chunks
-        what = f"{mode}: {compared} of {len(expected) * COUNT} tokens compared with transformers, log-probabilities apart {apart:.0e}"
+        what = f"{mode}: {compared} of {len(expected) * COUNT} tokens compared with transformers, log-probabilities differ by up to {apart:.0e}"
         findings.append(Finding(what, faults[0] if faults else None))
-        findings.append(Finding(f"{mode}: all {found} tokens of chunks in another order are hits", missed[0] if missed else None))
+        findings.append(Finding(f"{mode}: all {found} chunk tokens are hits in a different order", missed[0] if missed else None))
     faults = []
     for one in expected:
         prompt = chat.prompt(one.question, _order(one.question))
@@ -208,7 +208,7 @@ def answers(
                 row.refused = out.params["chunk_error"]
                 continue
             if not ordinary and out.params["chunk_tokens_computed"]:
-                raise CheckError("the notes of a question do not fit into the memory for chunks: raise --host-memory")
+                raise CheckError("a question's notes do not fit into the memory for chunks; raise --host-memory")
             if full is None:
                 full = out.first
                 # After the ordinary request, which must find no chunk data in vLLM's own cache.

@@ -60,5 +60,5 @@ def compare(got: Answer, reference: Answer) -> Comparison:
         if token != expected:
             break
         compared = at + 1
-    fault = None if compared else "a near-tie at the first token leaves nothing to compare: take another prompt"
+    fault = None if compared else "a near-tie at the first token leaves nothing to compare; use another prompt"
     return Comparison(compared, apart, fault)

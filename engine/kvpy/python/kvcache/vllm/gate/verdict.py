@@ -71,8 +71,8 @@ def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: L
         return Verdict(
             False,
             None,
-            f"Nothing can be said: ordinary attention answers {right} of {asked} questions, fewer than {limits.floor:.0%}. "
-            "Ask about fewer notes, or take a model that follows instructions.",
+            f"No verdict: ordinary attention answers only {right} of {asked} questions correctly, fewer than {limits.floor:.0%}. "
+            "Use fewer notes per question, or a model that follows instructions.",
         )
     for row in sorted(ways, key=Row.mean_seconds):
         paired = Paired.of(ordinary.right, row.right)
@@ -81,14 +81,14 @@ def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: L
             return Verdict(
                 True,
                 row.recompute,
-                f'Use chunk_recompute "{row.recompute}" with chunk_mode "{mode}": it is the cheapest that loses at most '
+                f'Use chunk_recompute "{row.recompute}" with chunk_mode "{mode}": it is the cheapest setting that loses at most '
                 f"{100 * limits.loss:g} of a hundred right answers here ({sum(row.right)} of {asked} right, ordinary attention {right}), "
-                f"and the first token comes {ordinary.mean_seconds() / row.mean_seconds():.1f} times as fast.",
+                f"and the first token arrives {ordinary.mean_seconds() / row.mean_seconds():.1f} times as fast.",
             )
     return Verdict(
         False,
         None,
-        f"No setting is fit: each loses more than {100 * limits.loss:g} of a hundred right answers with chunk_mode {mode!r}. "
+        f"No setting suits this model: each loses more than {100 * limits.loss:g} of a hundred right answers with chunk_mode {mode!r}. "
         "Try the other mode, a larger share such as question:0.7, or --tolerance.",
     )
 
@@ -97,8 +97,8 @@ def caution(asked: int) -> str:
     """Returns a warning about the limited evidence from a small set of questions."""
     clean = Paired(asked, 0, 0).at_most()
     return (
-        f"{asked} questions bound a loss only roughly: even with no answer lost, {100 * clean:.1f} of a hundred are not refuted "
-        "(95 %, one-sided; Tango, 1998). Ask more with --questions before you rely on it, and ask your own."
+        f"{asked} questions bound the loss only roughly: even if no answer is lost, "
+        f"a loss of {100 * clean:.1f} in a hundred cannot be ruled out (95 %, one-sided; Tango, 1998). Ask more with --questions before you rely on the result, and also ask your own questions."
     )
 
 

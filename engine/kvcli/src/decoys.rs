@@ -1,0 +1,27 @@
+//! Reads decoys: documents that other documents see while they are computed, and the question never.
+
+use std::path::PathBuf;
+
+use crate::error::{Error, Result};
+use crate::run::document;
+
+/// Reads each file as one decoy, and each directory as the decoys in its files, in the order of their names.
+/// Returns `usual` if there are no paths.
+pub(crate) fn read(paths: &[PathBuf], usual: &[String]) -> Result<Vec<String>> {
+    let mut decoys = Vec::new();
+    for path in paths {
+        if path.is_dir() {
+            let unreadable = |source| Error::Document { path: path.clone(), source };
+            let entries = std::fs::read_dir(path).map_err(unreadable)?;
+            let entries = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>();
+            let mut files = entries.map_err(unreadable)?;
+            files.sort();
+            for file in files.iter().filter(|file| file.is_file()) {
+                decoys.push(document(file)?);
+            }
+        } else {
+            decoys.push(document(path)?);
+        }
+    }
+    Ok(if paths.is_empty() { usual.to_vec() } else { decoys })
+}
