@@ -11,7 +11,7 @@ const CRATES: [(&str, &str); 5] = [
     ("kvcore/src", "base < device < paging"),
     (
         "kvbackend-cuda/src",
-        "options driver facts < compile < module < device < memory < tables < queue < backend kernels < dense nccl stream",
+        "options driver facts < compile < module < device < memory < tables < queue report < backend kernels < dense nccl stream",
     ),
     (
         "kvbackend-ascend/src",
@@ -19,7 +19,7 @@ const CRATES: [(&str, &str); 5] = [
          backend < hccl",
     ),
     ("kvbackend-wgpu/src", "options < pipeline < device < memory adapter < queue < kernels < stream"),
-    ("engine/kvengine/src", "config error request tuned < runner sampling < prompt < serve < engine"),
+    ("engine/kvengine/src", "config error < runner < request tuned < sampling < prompt < serve < engine"),
 ];
 
 // Decision: docs/decisions/crates.md#kvcore-has-a-size-limit
@@ -37,8 +37,8 @@ const MOST_LINES_OF_QUEUE: usize = 520;
 const TESTS: &str = "#[cfg(test)]\nmod tests {";
 
 // Decision: docs/decisions/crates.md#kvcore-has-three-rooms
-/// Checks that no code imports from a higher room, and that every module in the table exists. Comments may
-/// link anywhere.
+/// Checks that no code imports from a higher room, that every module is in a room, and that every module in
+/// the table exists. Comments may link anywhere.
 pub(crate) fn check(tracked: &[String]) -> Result {
     let mut upward = Vec::new();
     for (src, rooms) in CRATES {
@@ -47,7 +47,10 @@ pub(crate) fn check(tracked: &[String]) -> Result {
         for file in tracked {
             let Some(path) = file.strip_prefix(src) else { continue };
             let module = module(path);
-            let Some(level) = level(rooms, module) else { continue };
+            let Some(level) = level(rooms, module) else {
+                upward.extend((module != "lib").then(|| format!("{file}: in no room")));
+                continue;
+            };
             empty.retain(|room| *room != module);
             let text = read(&root().join(file))?;
             let higher =

@@ -1,5 +1,5 @@
-//! The layers ("storeys") of the workspace: the library at the root, `engine/` on top of it, and `proof/` on
-//! top of both.
+//! The layers ("storeys") of the workspace: the library at the root, `engine/` on top of it, `proof/` on top of
+//! both, and `xtask` and `examples`, which nothing else may use.
 
 use xtask::run::{Result, none_of, root};
 
@@ -15,16 +15,16 @@ enum Storey {
     Library,
     Engine,
     Proof,
+    Tools,
 }
 
 impl Storey {
-    /// Returns the storey of a crate, given its folder relative to the workspace root. `xtask` and `examples`
-    /// do not have a storey: they may depend on any crate.
+    /// Returns the storey of a crate, given its folder relative to the workspace root.
     fn of(folder: &str) -> Option<Self> {
         match folder.split('/').next()? {
             "engine" => Some(Self::Engine),
             "proof" => Some(Self::Proof),
-            "xtask" | "examples" => None,
+            "xtask" | "examples" => Some(Self::Tools),
             _ => Some(Self::Library),
         }
     }
@@ -78,12 +78,16 @@ mod tests {
                 &[("kvchunk", "kvchunk", None), ("kvlab", "proof/kvlab", None)],
             ),
             package("kvcore", "kvcore", &[("kvbench", "proof/kvbench", Some("build"))]),
+            package("kvlab", "proof/kvlab", &[("xtask", "xtask", None)]),
         ];
-        assert_eq!(upward_of(&packages), ["kvchunk → kvmodel", "kvengine → kvlab", "kvcore → kvbench"]);
+        assert_eq!(
+            upward_of(&packages),
+            ["kvchunk → kvmodel", "kvengine → kvlab", "kvcore → kvbench", "kvlab → xtask"]
+        );
     }
 
     #[test]
-    fn tests_exceptions_and_crates_without_a_storey_may_depend_on_anything() {
+    fn tests_exceptions_and_the_highest_storey_may_depend_on_anything() {
         let packages = [
             package("kvcore", "kvcore", &[("kvconform", "proof/kvconform", Some("dev"))]),
             package("kvcli", "engine/kvcli", &[("kvlab", "proof/kvlab", None)]),

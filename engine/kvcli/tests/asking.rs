@@ -355,7 +355,7 @@ fn wrong_usage_is_exit_code_2() {
         (&["-p", "a", "--document", "b", "--separator", "##"], "cannot be used with"),
         (&["-p", "a", "--chunks", "sink:0"], "sink:TOKENS or behind:DECOYS, with at least one"),
         (&["-p", "a", "--stop", ""], "end every answer immediately"),
-        (&["-p", "a", "--threads", "0"], "from 1 up"),
+        (&["-p", "a", "--threads", "0"], "1 or more"),
         (&["-p", "a", "--answer", "1"], "--json"),
         (&["--json", "-p", "a", "--answer", "1,b"], "invalid digit"),
         (&["-p", "a", "--temperature", "1", "--top-k", "-1"], "--top-k"),

@@ -11,6 +11,7 @@ mod cancel;
 #[allow(dead_code, reason = "the suite of kvmodel uses the rest")]
 mod common;
 mod crowd;
+mod decoys;
 mod devices;
 mod drafts;
 mod endings;
