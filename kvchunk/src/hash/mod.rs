@@ -4,7 +4,7 @@
 //! specification and regime, the element type, the layout, the adapter and the tenant. Under that root, a
 //! chunk's hash covers:
 //!
-//! - the compute mode, with the system prompt's tokens if the chunk saw them;
+//! - the compute mode, with the tokens of the system prompt and of the decoys that the chunk saw;
 //! - its position, but only with the absolute strategy;
 //! - the preceding pieces, for a piece of an oversized chunk;
 //! - its own tokens.
@@ -56,7 +56,8 @@ pub struct ChunkContext {
 
 impl ChunkContext {
     /// Creates the context for chunks that are computed in `mode` and hashed under the key `root`. Tokens of
-    /// `system` that chunks do not see are ignored.
+    /// `system` that chunks do not see are ignored. In the mode [`ComputeMode::Behind`], `system` must end with
+    /// the decoys that the chunks see.
     pub fn new(root: BlockKey, mode: ComputeMode, system: &[u32]) -> Self {
         let system = system[..mode.seen(system.len())].into();
         Self { root, mode, system, position: None }
