@@ -51,8 +51,8 @@ impl WorkScratch {
         self.used = 0;
     }
 
-    /// Returns the address of a piece of `bytes` bytes, and the memory block that contains it. The caller
-    /// must hold this block.
+    /// Returns the address of a piece of `bytes` bytes, and the memory block that contains it. The caller must
+    /// keep the block alive until the work that uses the piece has finished.
     pub(super) fn piece(&mut self, npu: &Arc<Npu>, bytes: usize) -> Result<(u64, Arc<dyn Storage>)> {
         let wanted = bytes
             .checked_add(PADDING)

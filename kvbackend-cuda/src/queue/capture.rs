@@ -26,7 +26,7 @@ thread_local! {
     static RECORDING: RefCell<Option<CudaRecording>> = const { RefCell::new(None) };
 }
 
-/// The data of a capture that its graph keeps.
+/// Data that is collected during a capture and kept by the resulting graph.
 #[derive(Default)]
 pub(crate) struct GraphNotes {
     pub(super) lists: StepLists<StepList>,

@@ -24,7 +24,7 @@ pub struct ChunkParcel {
     pub tokens: Arc<[u32]>,
     /// The position that the first key was rotated to.
     pub stored_start: i64,
-    /// The extents, format and order of the blocks, with the piece's number of blocks.
+    /// The shape of the blocks. `num_blocks` is the number of blocks in this piece.
     pub shape: KvShape,
     /// The form in which keys are stored.
     pub keys: KeyForm,

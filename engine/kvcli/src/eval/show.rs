@@ -132,8 +132,8 @@ fn beyond(score: &Score) -> String {
     }
 }
 
-/// Writes the answers to the first `count` questions of each kind. `first` is the index of the first draw in
-/// `questions`.
+/// Writes the answers to the first `count` questions of each kind. `questions[0]` holds the questions of draw
+/// number `first`.
 pub(super) fn answers(
     out: &mut impl Write,
     arms: &[Arm],

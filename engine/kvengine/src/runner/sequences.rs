@@ -188,8 +188,8 @@ impl Caches {
         Ok(())
     }
 
-    /// Sets the eviction priority of a sequence's shared blocks while nothing holds them, and the duration of
-    /// this priority.
+    /// Sets the eviction priority that a sequence's shared blocks have once nothing holds them, and how long
+    /// it lasts, counted from now.
     pub(crate) fn retain(&self, id: SequenceId, retention: Retention) -> Result<()> {
         Ok(self.groups().try_for_each(|(_, cache)| cache.retain(id, retention))?)
     }

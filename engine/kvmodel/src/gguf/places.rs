@@ -1,5 +1,4 @@
-//! Checks the places of tensors: each tensor must be aligned, must be inside the file, and must not overlap
-//! another tensor.
+//! Checks where tensors are in the file: each must be aligned, inside the file, and apart from all others.
 
 use std::collections::HashSet;
 use std::ops::Range;

@@ -22,7 +22,7 @@ pub(crate) enum What {
     Exchange(Vec<RankTransfer>),
 }
 
-/// The bytes that one rank sends to another.
+/// One rank's side of a transfer: the address range that it sends to `peer` or receives from it.
 #[derive(Debug, Clone)]
 pub(crate) struct RankTransfer {
     pub(crate) peer: usize,

@@ -179,8 +179,7 @@ impl MatrixBuffers {
     }
 }
 
-/// Splits two vectors into bf16 parts. Each part holds first the elements of `a`, and then the elements of
-/// `b`.
+/// Splits two vectors into bf16 parts. Each part holds the elements of `a`, followed by those of `b`.
 ///
 /// # Safety
 /// The processor must support AVX-512 F, BW and DQ, and the caller must be compiled for them.

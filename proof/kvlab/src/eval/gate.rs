@@ -22,8 +22,8 @@ pub struct GateLimits {
     /// The maximum loss of accuracy on local questions compared with full attention, as a share of all
     /// questions.
     pub accuracy: f64,
-    /// The minimum share of local questions that full attention must answer correctly for the loss to be
-    /// judged.
+    /// The minimum share of local questions that full attention must answer correctly for the gate to pass.
+    /// Below it, the gate can still fail; otherwise it cannot say.
     pub floor: f64,
 }
 
