@@ -48,8 +48,8 @@ def test_a_share_counts_all_chunks_but_is_taken_from_chunks_that_have_not_seen_e
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
-        ({"chunk_lengths": [3, 9]}, "at least one must be left for the question"),
-        ({"chunk_lengths": [3]}, "one chunk at least"),
+        ({"chunk_lengths": [3, 9]}, "at least one token must be left for the question"),
+        ({"chunk_lengths": [3]}, "of at least one chunk"),
         ({"chunk_lengths": [3, 0]}, "above 0"),
         ({"chunk_lengths": [3, True]}, "above 0"),
         ({"chunk_lengths": "3,4"}, "above 0"),
@@ -58,8 +58,8 @@ def test_a_share_counts_all_chunks_but_is_taken_from_chunks_that_have_not_seen_e
         ({"chunk_lengths": [3, 4], "chunk_mode": "sink:0"}, "chunk_mode"),
         ({"chunk_lengths": [3, 4], "chunk_recompute": "link"}, "chunk_recompute"),
         ({"chunk_lengths": [3, 4], "chunk_recompute": "question:1.2"}, "chunk_recompute"),
-        ({"chunk_separator": "##"}, "token ids"),
-        ({"chunk_separator": [99]}, "stands 0 times"),
+        ({"chunk_separator": "##"}, "token IDs"),
+        ({"chunk_separator": [99]}, "occurs 0 times"),
     ],
 )
 def test_wrong_parts_are_refused(params: dict, reason: str) -> None:
