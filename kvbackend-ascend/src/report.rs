@@ -15,9 +15,9 @@ pub struct NpuReport {
     pub name: String,
     /// Total device memory in bytes.
     pub total_memory: usize,
-    /// Whether memory can be reserved and mapped. Pools need this in order to sleep.
+    /// True if memory can be reserved and mapped. Pools need this in order to sleep.
     pub virtual_memory: bool,
-    /// Whether steps can be captured as graphs.
+    /// True if steps can be captured as graphs.
     pub graphs: bool,
     /// Version of ACL's interface, for example `(1, 12, 0)`.
     pub interface: (i32, i32, i32),
@@ -33,7 +33,7 @@ pub struct OperatorReport {
     pub name: &'static str,
     /// The part of the backend that calls the operator.
     pub serves: Serves,
-    /// Whether this machine's CANN has the operator.
+    /// True if this machine's CANN has the operator.
     pub present: bool,
 }
 

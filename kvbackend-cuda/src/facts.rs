@@ -15,9 +15,9 @@ pub(crate) struct DeviceFacts {
     pub(crate) multiprocessors: u32,
     /// The maximum shared memory per block, in bytes.
     pub(crate) shared_memory: u32,
-    /// Whether address ranges can be reserved and physical memory can be mapped to them.
+    /// True if address ranges can be reserved and physical memory can be mapped to them.
     pub(crate) virtual_memory: bool,
-    /// Whether the device supports stream-ordered memory pools.
+    /// True if the device supports stream-ordered memory pools.
     pub(crate) pools: bool,
 }
 

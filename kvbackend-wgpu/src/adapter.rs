@@ -33,9 +33,9 @@ pub struct AdapterReport {
     pub max_binding: u64,
     /// The maximum memory per workgroup, in bytes.
     pub workgroup_memory: u32,
-    /// Whether kernels read f16 with the device's own 16-bit arithmetic. If false, they use bit operations.
+    /// True if kernels read f16 with the device's own 16-bit arithmetic. If false, they use bit operations.
     pub native_f16: bool,
-    /// Whether the device can bind host memory, which `pinned` and `system` memory need.
+    /// True if the device can bind host memory, which `pinned` and `system` memory need.
     pub host_memory: bool,
     /// The reason why the backend cannot use the adapter, or `None` if it can.
     pub unfit: Option<String>,

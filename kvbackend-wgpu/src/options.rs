@@ -9,7 +9,7 @@ pub struct WgpuOptions {
     /// By default, the backend uses the first discrete GPU that can run the kernels, or else the first such
     /// integrated GPU, or else the first other such adapter.
     pub adapter: Option<String>,
-    /// Whether to read f16 with bit operations, as on devices without 16-bit arithmetic.
+    /// True to read f16 with bit operations, as on devices without 16-bit arithmetic.
     pub packed_f16: bool,
     /// The maximum number of a buffer's bytes to bind at once, if it is to be lower than the device's own
     /// limit. Must be at least 1024.

@@ -42,7 +42,7 @@ pub struct EngineConfig {
     /// [`sleep_cold_chunks`](kvchunk::ChunkCacheManager::sleep_cold_chunks) on
     /// [`Engine::chunks`](crate::Engine::chunks). A hit wakes them.
     pub chunk_sleep: Option<ChunkSleep>,
-    /// Whether whole pools can [sleep](crate::Engine::sleep). If true, the engine reserves address space, so
+    /// True if whole pools can [sleep](crate::Engine::sleep). If true, the engine reserves address space, so
     /// that it can release memory and later get it back at the same addresses.
     pub enable_sleep_mode: bool,
     /// A salt that keeps this engine's cached contents apart from the contents of engines for other tenants.
@@ -57,7 +57,7 @@ pub struct EngineConfig {
     /// copied there if, according to the engine's measurements, this takes less time than recomputing them.
     /// The memory is allocated when it is first needed; 0 allocates none.
     pub swap_memory: usize,
-    /// Whether the profiler records spans.
+    /// True if the profiler records spans.
     pub profile: bool,
 }
 

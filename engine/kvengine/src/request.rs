@@ -64,10 +64,10 @@ pub struct Request {
     pub prompt: Arc<PromptTokens>,
     /// The compute mode and position strategy for chunks.
     pub cell: ReuseCell,
-    /// Whether the request may use cached KV and leave KV in the caches. If false, everything is computed
+    /// True if the request may use cached KV and leave KV in the caches. If false, everything is computed
     /// from scratch under the same mask.
     pub reuse: bool,
-    /// Whether chunks attend to each other. If true, a chunked prompt is computed like an ordinary prompt.
+    /// True if chunks attend to each other. If true, a chunked prompt is computed like an ordinary prompt.
     pub full_attention: bool,
     /// The strategy that chooses chunk tokens to recompute. Recomputed tokens see everything before them.
     pub recompute: Arc<dyn RecomputeStrategy>,
@@ -109,7 +109,7 @@ pub struct Request {
     /// after these tokens. If the answer is shorter than [`max_new_tokens`](Self::max_new_tokens), the logits
     /// after its last token are computed as well.
     pub forced: Option<Arc<[u32]>>,
-    /// Whether to ignore end tokens, to measure answers of a fixed length.
+    /// True to ignore end tokens, to measure answers of a fixed length.
     pub ignore_end: bool,
     /// Biases to add to the logits of individual tokens, as `(token, bias)`, before a token is chosen.
     /// Negative infinity excludes a token.
@@ -117,7 +117,7 @@ pub struct Request {
     /// The number of most likely tokens to report at each position, with their log-probabilities, in addition
     /// to the log-probability of the answer's token. `None` reports no log-probabilities.
     pub logprobs: Option<usize>,
-    /// Whether to keep the logits of every answer token in [`Generation::logits`].
+    /// True to keep the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
 

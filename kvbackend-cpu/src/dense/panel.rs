@@ -162,7 +162,7 @@ struct Panel {
     elements: *const f32,
     depth: usize,
     columns: usize,
-    /// Whether to add to the existing products.
+    /// True to add to the existing products.
     add: bool,
 }
 

@@ -83,9 +83,9 @@ struct ProductTile {
     depth: usize,
     y: *mut f32,
     stride: usize,
-    /// Whether to add to the existing products.
+    /// True to add to the existing products.
     add: bool,
-    /// Whether to prefetch the next rows of `w`.
+    /// True to prefetch the next rows of `w`.
     ahead: bool,
 }
 

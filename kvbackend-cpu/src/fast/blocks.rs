@@ -129,9 +129,9 @@ pub(super) struct BlockPairs<'a> {
 struct RunShape {
     /// Number of rows in a run.
     rows: usize,
-    /// Whether each head has its own run.
+    /// True if each head has its own run.
     by_head: bool,
-    /// Whether each token has its own run.
+    /// True if each token has its own run.
     by_token: bool,
 }
 

@@ -132,7 +132,7 @@ struct LoadRuns<'a> {
     runs: &'a [AdjacentTokens<'a>],
     /// The rotation to apply to keys.
     angles: Option<&'a RotationTable>,
-    /// Whether writes of whole cache lines bypass the caches.
+    /// True if writes of whole cache lines bypass the caches.
     stream: bool,
 }
 

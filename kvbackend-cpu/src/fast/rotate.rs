@@ -73,7 +73,7 @@ pub(super) struct RotateRows<'a, I> {
     pub(super) dtype: DType,
     pub(super) table: &'a RotationTable,
     pub(super) factor: f32,
-    /// Whether to bypass the caches. Rows rotated in place cannot bypass them.
+    /// True to bypass the caches. Rows rotated in place cannot bypass them.
     pub(super) stream: bool,
     pub(super) tokens: I,
 }

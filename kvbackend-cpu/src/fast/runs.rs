@@ -23,7 +23,7 @@ pub(super) struct CopyRuns<'a, I> {
     pub(super) bytes: usize,
     /// The offset pairs of each queue. Copying is fastest if the runs of a queue are adjacent.
     pub(super) offsets: [I; QUEUES],
-    /// Whether to bypass the caches.
+    /// True to bypass the caches.
     pub(super) stream: bool,
 }
 

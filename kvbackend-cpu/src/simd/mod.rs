@@ -87,7 +87,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const LANES: usize;
     /// Number of vector registers, which limits the size of a block of products.
     const REGISTERS: usize;
-    /// Whether [`stream_line`](Self::stream_line) bypasses the caches.
+    /// True if [`stream_line`](Self::stream_line) bypasses the caches.
     const STREAMS: bool;
 
     // Decision: docs/decisions/backend-cpu.md#large-parts-of-a-task-are-separate-tasks

@@ -22,7 +22,7 @@ struct Call {
     window: Option<usize>,
     softcap: Option<f32>,
     unrotated: bool,
-    /// Whether the call rotates the queries.
+    /// True if the call rotates the queries.
     roped: bool,
     selected: Option<(bool, u64)>,
     latent: bool,

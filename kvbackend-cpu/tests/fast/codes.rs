@@ -29,9 +29,9 @@ struct Call {
     /// Arbitrary codes. Each has a flag that selects V, a byte index (modulo the size of the plane), and a
     /// value.
     odd: Vec<(bool, usize, u8)>,
-    /// Whether some group scales are NaN or 0.
+    /// True if some group scales are NaN or 0.
     odd_scales: bool,
-    /// Whether static scales are the largest f32 number.
+    /// True if static scales are the largest f32 number.
     largest_scale: bool,
 }
 

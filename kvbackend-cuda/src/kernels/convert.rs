@@ -101,7 +101,7 @@ pub(super) struct RowsOf {
     pub(super) tokens: usize,
     pub(super) heads: usize,
     pub(super) dim: usize,
-    /// Whether the rows are rotated.
+    /// True if the rows are rotated.
     pub(super) turns: bool,
 }
 

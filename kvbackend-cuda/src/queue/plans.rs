@@ -21,7 +21,7 @@ pub(crate) struct AttendPlanKey {
     pub(crate) tiling: [usize; 5],
     pub(crate) block_size: usize,
     pub(crate) part_bytes: usize,
-    /// Whether the output overlaps the queries. If so, nothing may be written before all queries are read.
+    /// True if the output overlaps the queries. If so, nothing may be written before all queries are read.
     pub(crate) over_queries: bool,
 }
 

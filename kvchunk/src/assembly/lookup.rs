@@ -11,7 +11,7 @@ use crate::prefix::PrefixFill;
 #[derive(Debug)]
 pub(crate) struct FoundPiece {
     pub(crate) hold: PieceHold,
-    /// Whether the piece is exact in every cache that is used for the prompt; see [`PieceHold::is_exact`].
+    /// True if the piece is exact in every cache that is used for the prompt; see [`PieceHold::is_exact`].
     pub(crate) exact: bool,
 }
 

@@ -51,7 +51,7 @@ pub struct Assembler<'a> {
     pub tenant: TenantKeys,
     /// The main pool, for system prompts and for chunks that do not fit in the chunk pool.
     pub main: KvPool,
-    /// Whether to look up system prompts in the main cache, and keep them there.
+    /// True to look up system prompts in the main cache, and keep them there.
     pub prefixes: bool,
     /// The compute mode and position strategy.
     pub cell: ReuseCell,
@@ -72,10 +72,10 @@ pub struct Assembler<'a> {
 pub struct ChunkReport {
     /// The number of tokens in the chunk.
     pub tokens: usize,
-    /// Whether the whole chunk was found in the cache, or its pieces are already being computed for an
+    /// True if the whole chunk was found in the cache, or its pieces are already being computed for an
     /// earlier chunk of the same prompt.
     pub hit: bool,
-    /// Whether the chunk's bytes are exactly what its hash describes; see [`PieceHold::is_exact`].
+    /// True if the chunk's bytes are exactly what its hash describes; see [`PieceHold::is_exact`].
     pub exact: bool,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,

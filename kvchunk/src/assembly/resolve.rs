@@ -6,7 +6,7 @@ use kvcore::{Segment, SequenceInput, SlotMapping, WriteSlots};
 
 use super::lookup::{FoundPiece, PromptLookup};
 use super::{Assembler, Assembly, OwnPiece, PieceSource, PromptPiece, SystemPart};
-use crate::cache::{Acquired, SystemFound};
+use crate::cache::{Acquired, SystemFill, SystemFound};
 use crate::config::{HashAlgorithm, PositionStrategy};
 use crate::error::Result;
 use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece};
@@ -232,18 +232,10 @@ impl Assembly {
         }
         // No piece is looked up before the system prompt has its blocks, so only the system prompt can be
         // overdue.
-        match lookup.fill_system(prompt.system(), self.overdue.is_empty())? {
-            SystemFound::Filled(fill) => {
-                self.add_prefix(prompt.system(), &fill.prefix);
-                self.reused_tokens += fill.prefix.cached();
-                self.system = SystemPart::Filling(fill);
-                Ok(true)
-            }
-            SystemFound::Busy(key, waiter) => {
-                self.waiting.push((key, waiter));
-                Ok(false)
-            }
-        }
+        let Some(fill) = self.find_prefix(lookup, prompt.system())? else { return Ok(false) };
+        self.reused_tokens += fill.prefix.cached();
+        self.system = SystemPart::Filling(fill);
+        Ok(true)
     }
 
     /// Provides blocks for the prefix that consists of the system prompt and the decoys. Returns false if
@@ -252,16 +244,22 @@ impl Assembly {
         if self.decoy_tokens == 0 || !matches!(self.decoys, SystemPart::Missing) {
             return Ok(true);
         }
-        let tokens = prompt.before(self.mode)?;
-        match lookup.fill_system(&tokens, self.overdue.is_empty())? {
+        let Some(fill) = self.find_prefix(lookup, &prompt.before(self.mode)?)? else { return Ok(false) };
+        self.decoys = SystemPart::Filling(fill);
+        Ok(true)
+    }
+
+    /// Provides blocks for a prefix, and adds its missing part to the inputs. Returns `None` if another request
+    /// is computing it.
+    fn find_prefix(&mut self, lookup: &dyn PromptLookup, tokens: &[u32]) -> Result<Option<Box<SystemFill>>> {
+        match lookup.fill_system(tokens, self.overdue.is_empty())? {
             SystemFound::Filled(fill) => {
-                self.add_prefix(&tokens, &fill.prefix);
-                self.decoys = SystemPart::Filling(fill);
-                Ok(true)
+                self.add_prefix(tokens, &fill.prefix);
+                Ok(Some(fill))
             }
             SystemFound::Busy(key, waiter) => {
                 self.waiting.push((key, waiter));
-                Ok(false)
+                Ok(None)
             }
         }
     }

@@ -108,7 +108,7 @@ pub struct ChunkReservation {
     pub(super) ids: Arc<[BlockId]>,
     pub(super) flight: Arc<Flight>,
     pub(super) since: Instant,
-    /// Whether the piece came from another replica instead of being computed.
+    /// True if the piece came from another replica instead of being computed.
     pub(crate) fetched: bool,
 }
 

@@ -171,9 +171,9 @@ pub struct ChunkInfo {
     pub age_ms: u64,
     /// Milliseconds since the piece was last held.
     pub idle_ms: u64,
-    /// Whether the piece is asleep, or is being put to sleep or woken.
+    /// True if the piece is asleep, or is being put to sleep or woken.
     pub asleep: bool,
-    /// Whether the bytes are exactly what the hash describes.
+    /// True if the bytes are exactly what the hash describes.
     pub exact: bool,
 }
 

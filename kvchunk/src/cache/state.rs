@@ -45,7 +45,7 @@ pub(crate) struct StoredPiece {
     pub(crate) memory: PieceMemory,
     pub(crate) exact: bool,
     pub(crate) holders: u32,
-    /// Whether the piece was cleared while it was moving. If so, it is removed when the move ends.
+    /// True if the piece was cleared while it was moving. If so, it is removed when the move ends.
     pub(crate) doomed: bool,
     /// The time when the piece was stored, in milliseconds of the cache's clock.
     pub(crate) created: u64,

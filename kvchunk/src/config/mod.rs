@@ -29,7 +29,7 @@ pub use reuse::Reuse;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChunkCacheConfig {
-    /// Whether the chunk cache is on. If false, every chunked prompt is recomputed with the same mask.
+    /// True if the chunk cache is on. If false, every chunked prompt is recomputed with the same mask.
     #[serde(rename = "enable_chunk_cache")]
     pub enabled: bool,
     /// The fraction of the KV memory that is reserved for chunks, above 0 and below 1.
@@ -55,14 +55,14 @@ pub struct ChunkCacheConfig {
     pub compute_mode: ComputeMode,
     /// The policy that chooses the next piece to evict.
     pub cache_policy: PolicyKind,
-    /// Whether to measure the times of lookups, placements, computations and wakes.
+    /// True to measure the times of lookups, placements, computations and wakes.
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
     /// The maximum time in milliseconds that a request waits for pieces that other requests are computing.
     /// After that, the request computes them itself. It is also the maximum time that a request to wake a
     /// piece waits for threads that are moving pieces.
     pub max_wait_ms: u64,
-    /// Whether a piece that is missing under this system prompt may be replaced with a piece that was
+    /// True if a piece that is missing under this system prompt may be replaced with a piece that was
     /// computed with another system prompt of at most the same length. The error of such a hit is unbounded,
     /// and the hit counts as approximate.
     pub cross_system_reuse: bool,

@@ -32,7 +32,7 @@ pub struct Goal {
     pub target: Target,
     /// Measured value, or `None` if nothing was measured.
     pub measured: Option<f64>,
-    /// Whether the measured value meets the target, or `None` if nothing was measured.
+    /// `Some(true)` if the measured value meets the target, and `None` if nothing was measured.
     pub met: Option<bool>,
 }
 

@@ -48,7 +48,7 @@ pub struct ChunkSpan {
     pub logical_start: usize,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,
-    /// Whether the chunk's KV already matches full attention. This is the case for the first chunk in
+    /// True if the chunk's KV already matches full attention. This is the case for the first chunk in
     /// with-system mode, if its bytes are exact and it is used at the position for which it was computed.
     pub is_full: bool,
 }

@@ -39,7 +39,7 @@ pub(super) struct MatrixForm {
     v_dim: usize,
     /// Distance in bytes between the keys of consecutive tokens in a block, and between their values.
     token_bytes: [usize; 2],
-    /// Whether this is latent attention, in which queries are also multiplied by the values.
+    /// True if this is latent attention, in which queries are also multiplied by the values.
     latent: bool,
 }
 

@@ -45,7 +45,7 @@ pub(super) struct KernelTiling {
 struct KernelFamily {
     /// The element type of the matrices.
     dtype: DType,
-    /// Whether the pools contain codes that are widened to this type.
+    /// True if the pools contain codes that are widened to this type.
     codes: bool,
     entries: &'static [TileKernel],
 }
@@ -56,7 +56,7 @@ struct TileKernel {
     name: &'static str,
     /// The maximum number of queries per block.
     queries: usize,
-    /// Whether the kernel handles latents and wide values.
+    /// True if the kernel handles latents and wide values.
     latent: bool,
     /// The maximum number of value columns.
     columns: usize,
