@@ -42,7 +42,8 @@ impl CudaBackend {
     }
 
     /// Creates a stream like [`stream`](Backend::stream), but returns the concrete type. Its
-    /// [`raw`](CudaStream::raw) is the driver's stream, which other libraries can use to order their work.
+    /// [`raw`](CudaStream::raw) method returns the driver's stream, on which other libraries can enqueue
+    /// work.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Device`] if the driver cannot create a stream.
@@ -55,9 +56,9 @@ impl CudaBackend {
     ///
     /// # Safety
     /// `address` must be valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the
-    /// caller must order its own use of the memory with the streams, and lend each byte to only one storage.
-    /// As an exception, if the keys and values of an arena alternate in memory, its two storages may cover
-    /// the same bytes.
+    /// caller must order its own use of the memory with the streams, and lend each byte to only one
+    /// storage. As an exception, if the keys and values of an arena alternate in memory, the arena's two
+    /// storages may cover the same bytes.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Device`] if the driver has no memory at the address or the memory is on

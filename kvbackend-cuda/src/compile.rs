@@ -30,13 +30,13 @@ const HEADERS: &[(&str, &str)] = &[
 /// Length of the hash at the start of an entry, in bytes.
 const HASH: usize = blake3::OUT_LEN;
 
-/// Returns a source's PTX for a GPU. Reads the PTX from the folder if it contains an entry for it. Otherwise,
-/// compiles the source, and adds an entry if there is a folder.
+/// Returns a source's PTX for a GPU. Reads the PTX from `folder` if the folder contains a valid entry.
+/// Otherwise, compiles the source, and adds an entry if there is a folder.
 ///
 /// # Errors
-/// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with NVRTC's log if it rejects
-/// the source. A failed write to the folder is not an error: the source is then compiled again by the next
-/// call.
+/// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with NVRTC's log if NVRTC
+/// rejects the source. A failed write to the folder is not an error: the next call then compiles the source
+/// again.
 pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> Result<String> {
     let compiler = version()?;
     let driver = crate::driver::version()?;

@@ -1,8 +1,8 @@
 //! The CUDA backend: NVIDIA GPUs of compute capability 8.0 (Ampere) or later.
 //!
 //! The build does not need CUDA: the driver library is loaded at run time, and the kernels are included in
-//! this crate as PTX. Without a driver or a device, [`CudaBackend::new`] returns [`kvcore::Error::NoDevice`],
-//! which lists what was tried.
+//! this crate as PTX. Without a driver or a device, [`CudaBackend::new`] returns
+//! [`kvcore::Error::NoDevice`], whose message explains what to do.
 //!
 //! ```
 //! use kvbackend_cuda::CudaBackend;

@@ -108,7 +108,7 @@ struct LoadedModules {
     kernels: HashMap<CudaKernel, CUfunction>,
 }
 
-/// The shared memory, in bytes, that a block may use without an attribute of its kernel being raised.
+/// The shared memory, in bytes, that a block may use unless an attribute of its kernel raises this limit.
 const PLAIN_SHARED: u32 = 48 << 10;
 
 impl Modules {

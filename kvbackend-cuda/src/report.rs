@@ -17,7 +17,7 @@ pub struct CudaReport {
     pub compute_capability: (i32, i32),
     /// Total device memory in bytes.
     pub total_memory: usize,
-    /// True if memory can be reserved and mapped. Pools need this in order to sleep.
+    /// True if memory can be reserved and mapped. Memory pools need this in order to sleep.
     pub virtual_memory: bool,
     /// The reason why the backend cannot use the device, or `None` if it can.
     pub unfit: Option<String>,

@@ -15,8 +15,8 @@ use crate::kernels;
 use crate::memory;
 use crate::queue::{CudaEvent, CudaGraph, CudaStream, RawStream, capture};
 
-/// The maximum size, in bytes, of a write that the host copies to the stream's pinned memory, so that it need
-/// not wait. For a larger write, the host waits for the stream.
+/// The maximum size, in bytes, of a write that the host copies to the stream's pinned memory instead of
+/// waiting. For a larger write, the host waits for the stream.
 const STAGED: usize = 1 << 20;
 
 impl Stream for CudaStream {
@@ -98,7 +98,7 @@ impl Stream for CudaStream {
                 src.as_ptr() as u64
             } else {
                 // Decision: docs/decisions/backend-cuda.md#host-copies-to-pinned-memory-go-through-the-device
-                // Host-to-host copies do not wait for the stream.
+                // A direct host-to-host copy would not wait for the stream.
                 let (upload, from) = if host.is_some() {
                     let upload = queue.uploads.send(&state.on, src)?;
                     let from = upload.address();

@@ -18,7 +18,7 @@ type Copied = (Weak<RopeTable>, Arc<dyn Storage>);
 pub(crate) struct AngleTables(Mutex<HashMap<usize, Copied>>);
 
 impl AngleTables {
-    /// Returns a RoPE's table on the device. Copies it again if the host's table has grown.
+    /// Returns a RoPE's table on the device. Copies the host's table again if it has grown.
     pub(crate) fn angles(&self, device: &Arc<CudaDevice>, rope: &Rope) -> Result<Arc<dyn Storage>> {
         let table = rope.table([])?;
         let key = Arc::as_ptr(&table) as usize;

@@ -88,7 +88,8 @@ pub enum Error {
         /// The library's error.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Queries of latent attention were given to the border of a model without latent attention.
+    /// Latent queries were passed to a [`Border`](crate::dense::Border) that was created without a buffer
+    /// for them.
     #[error("latent queries have no buffer here; set `latent` in the BorderExtents")]
     NoLatentQueries,
     /// An error of `kvcore`.
@@ -97,8 +98,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Adds a file's path to an error in the file's contents. An error that already names a file, or that no
-    /// file has caused, is unchanged.
+    /// Adds a file's path to an error in the file's contents. An error that already names a file, or that
+    /// is not about a file, is returned unchanged.
     pub(crate) fn in_file(self, path: impl Into<PathBuf>) -> Self {
         match self {
             Self::Config(_) | Self::Weights(_) | Self::Weight { .. } | Self::Tokenizer(_) => {
@@ -108,7 +109,7 @@ impl Error {
         }
     }
 
-    /// Returns the message without the kind of file, to append to the file's path.
+    /// Returns the message without a prefix such as `config: `, to append to the file's path.
     fn reason(&self) -> String {
         match self {
             Self::Config(reason) | Self::Weights(reason) | Self::Tokenizer(reason) => reason.clone(),
@@ -118,7 +119,7 @@ impl Error {
     }
 }
 
-/// The reason that a weight is invalid.
+/// The reason why a weight is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightProblem {
@@ -131,18 +132,18 @@ pub enum WeightProblem {
          use a GGUF file"
     )]
     Type(String),
-    /// The tensor does not have the shape that the config asks for.
+    /// The tensor does not have the shape that the config requires.
     #[error("has shape {got:?}, but the config requires {expected:?}")]
     Shape {
-        /// The shape that the config asks for.
+        /// The shape that the config requires.
         expected: Vec<usize>,
         /// The tensor's shape.
         got: Vec<usize>,
     },
-    /// The tensor does not have the number of axes that its use needs.
+    /// The tensor does not have the number of axes that its use requires.
     #[error("has {got} axes, but {expected} are required")]
     Rank {
-        /// The number of axes that the tensor's use needs.
+        /// The number of axes that the tensor's use requires.
         expected: usize,
         /// The tensor's number of axes.
         got: usize,
@@ -158,10 +159,10 @@ pub enum WeightProblem {
     /// The number of bytes does not match the type and shape.
     #[error("has {got} bytes, but its type and shape require {expected}")]
     Length {
-        /// The number of bytes that the type and shape need; `usize::MAX` if that number exceeds the
+        /// The number of bytes that the type and shape require; `usize::MAX` if that number exceeds the
         /// address space.
         expected: usize,
-        /// The number of bytes.
+        /// The number of bytes that the tensor has.
         got: usize,
     },
 }

@@ -1,4 +1,4 @@
-//! Reads a model's small files as a whole.
+//! Reads a model's small files into memory.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ pub(crate) struct FileContents<'a> {
     pub(crate) bytes: &'a [u8],
 }
 
-/// A file with its bytes.
+/// A file's path and contents.
 #[derive(Debug)]
 pub(crate) struct SmallFile {
     path: PathBuf,
@@ -43,7 +43,7 @@ impl SmallFile {
         }
     }
 
-    /// Returns the contents with the path.
+    /// Returns the file's contents and path.
     pub(crate) fn contents(&self) -> FileContents<'_> {
         FileContents { path: &self.path, bytes: &self.bytes }
     }

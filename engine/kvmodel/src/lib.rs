@@ -1,9 +1,10 @@
-//! Decoder-only transformers whose attention reads the caches of `kvcore`.
+//! Decoder-only transformers that keep their keys and values in `kvcore` caches.
 //!
 //! A [`kvcore::Backend`] stores keys and values and computes attention. A [`dense::Dense`] computes
-//! everything else, the dense steps (embedding, norms, projections, feed-forward layers, head): by default on
-//! the host, with weights in their stored type. A model loads from a Hugging Face directory (`config.json`,
-//! safetensors in one file or shards, and `tokenizer.json` with its chat template) or from one GGUF file.
+//! everything else: the dense steps (embedding, norms, projections, feed-forward layers, head). By default,
+//! they run on the host, with weights in their stored type. A model is loaded from a Hugging Face directory
+//! (`config.json`, safetensors in one file or shards, and `tokenizer.json` with its chat template) or from
+//! a single GGUF file.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -38,15 +39,15 @@
 //! # Ok::<(), kvmodel::Error>(())
 //! ```
 //!
-//! An engine that answers requests with such a model is `kvengine`.
+//! The crate `kvengine` answers requests with such a model.
 //!
 //! ```text
-//! load, gguf   a directory or a GGUF file as a model with its text codec
-//! text         tokenizers, chat templates, the text of an answer as it grows
-//! model        the forward pass: passes, decode steps with graphs, attention mass, rows read back
+//! load, gguf   loading a model and its text codec from a directory or a GGUF file
+//! text         tokenizers, chat templates, and decoding an answer token by token
+//! model        the forward pass: passes, decode steps with graphs, attention mass, reading cache rows
 //!   layers     the projections of a decoder layer, for grouped-query and latent attention, and experts
-//!   dense      the dense steps as one trait, on the host or on a device
-//! config       the config.json of the supported families
+//!   dense      the trait of the dense steps, with implementations on the host and on devices
+//! config       config.json files of the supported model families
 //! weights      tensors of safetensors files
 //! profile      named spans and counters
 //! error        the errors
@@ -54,7 +55,7 @@
 
 #![forbid(unsafe_code)]
 
-// Files shared by the unit tests and the test suite refer to the crate by name.
+// Files shared by the unit tests and the test suite refer to this crate by name.
 #[cfg(test)]
 extern crate self as kvmodel;
 

@@ -1,4 +1,4 @@
-//! Loads a Hugging Face directory or a GGUF file as a model with its text codec.
+//! Loads a model and its text codec from a Hugging Face directory or a GGUF file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,8 +22,8 @@ pub struct ModelDirectory {
 }
 
 impl ModelDirectory {
-    /// Loads a Hugging Face directory or a GGUF file. Calls `progress` with the weight bytes read so far and
-    /// the total.
+    /// Loads a Hugging Face directory or a GGUF file. Calls `progress` with the number of weight bytes read
+    /// so far and the total number.
     ///
     /// # Errors
     /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::File`] or

@@ -1,4 +1,4 @@
-//! Reads weights from safetensors, unchanged: from one file, or from shards with an index.
+//! Reads weights, unchanged, from one safetensors file or from shards with an index.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,9 +12,9 @@ use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::error::{Error, Result, WeightProblem};
 use crate::files::SmallFile;
 
-/// The name of a single file with all weights.
+/// The name of the weight file if there are no shards.
 const SINGLE: &str = "model.safetensors";
-/// The name of the index of shards.
+/// The name of the file that lists the shards.
 const INDEX: &str = "model.safetensors.index.json";
 
 const NO_WEIGHTS: &str = "it has neither model.safetensors nor model.safetensors.index.json; convert weights of another format, \
@@ -23,9 +23,9 @@ const NO_WEIGHTS: &str = "it has neither model.safetensors nor model.safetensors
 /// A model's tensors by name, with a hash that identifies them. A tensor's shape is checked when the model
 /// takes it.
 ///
-/// Files are memory-mapped, and the model takes the tensors, which are parts of the mapped files, one by one.
-/// Dense steps that use weights unchanged keep these parts, so nothing is copied, and processes that run the
-/// same model share its memory.
+/// Files are memory-mapped. The model takes the tensors, which are parts of the mapped files, one by one.
+/// Dense steps that use weights unchanged keep these parts, so nothing is copied, and processes that run
+/// the same model share the memory.
 #[derive(Debug)]
 pub struct Weights {
     source: WeightSource,
@@ -35,7 +35,7 @@ pub struct Weights {
 #[derive(Debug)]
 enum WeightSource {
     Stored(BTreeMap<String, StoredWeight>),
-    /// Tensors drawn from this random generator, for any name.
+    /// Any tensor that is asked for, drawn from this random generator.
     Random(Box<StdRng>),
 }
 
@@ -113,7 +113,7 @@ impl Weights {
     }
 
     /// Returns the hash that identifies the weights: the hash of all files, of the given tensors, or of the
-    /// random seed. It is part of the model's identity and of its keys.
+    /// random seed. It is part of the model's identity and of its cache keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
     }
@@ -136,13 +136,14 @@ impl Weights {
 
 fn random(rng: &mut StdRng, name: &str, shape: &[usize]) -> Result<StoredWeight> {
     let width = shape.last().copied().unwrap_or(1);
-    // The numbers are uniform, with variance 1 / width. Vectors are norms or biases.
+    // Matrix elements are uniform around 0, with variance 1 / width. Vectors, which are norms or biases,
+    // are near 1.
     let (centre, spread) = if shape.len() == 1 { (1.0, 0.1) } else { (0.0, (3.0 / width as f32).sqrt()) };
     let values = (0..shape.iter().product()).map(|_| centre + spread * (2.0 * rng.random::<f32>() - 1.0));
     StoredWeight::of_f32(name, shape, &values.collect::<Vec<_>>())
 }
 
-/// Returns the file that holds a tensor in a directory, or the index that should name the file.
+/// Returns the path of the file in `dir` that holds a tensor, or of the index that should name that file.
 pub(crate) fn file_of(dir: &Path, tensor: &str) -> PathBuf {
     let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
     if single.exists() {
@@ -152,7 +153,7 @@ pub(crate) fn file_of(dir: &Path, tensor: &str) -> PathBuf {
     shards.and_then(|shards| shards.get(tensor).map(|name| dir.join(name))).unwrap_or(index)
 }
 
-/// Returns the names of tensors in an index, each with its shard.
+/// Returns the tensor names in an index, each with the name of its shard.
 fn shards(text: &str) -> Result<BTreeMap<String, String>> {
     let bad = |what: &str| Error::Weights(what.to_owned());
     let index: serde_json::Value = serde_json::from_str(text).map_err(|e| bad(&e.to_string()))?;
@@ -168,7 +169,7 @@ fn shards(text: &str) -> Result<BTreeMap<String, String>> {
     if shards.is_empty() { Err(bad("no shards")) } else { Ok(shards) }
 }
 
-/// A reader for the tensors of a safetensors file, which reads one tensor after another.
+/// A reader that reads the tensors of a safetensors file one after another.
 struct FileReader<'a> {
     file: SharedBytes,
     /// The number of bytes read so far.
@@ -211,7 +212,8 @@ impl FileReader<'_> {
         let length =
             length[..].try_into().map(u64::from_le_bytes).map_err(|_| not_safetensors("no header"))?;
         let text = self.bytes(length, progress)?;
-        // Checks that tensors have as many bytes as their shapes need, and follow one another without gaps.
+        // Parsing checks that tensors have as many bytes as their shapes need, and follow one another
+        // without gaps.
         let metadata: Metadata = serde_json::from_slice(&text).map_err(not_safetensors)?;
         if self.left() > metadata.data_len() {
             let reason =

@@ -13,8 +13,8 @@ use kvcore::{Error, Result};
 use crate::device::CudaDevice;
 use crate::driver::{NAME, no_device};
 
-/// Size of the workspace in bytes. cuBLAS recommends this size for compute capability 9.0, and no larger one
-/// for other GPUs.
+/// Size of the workspace in bytes. cuBLAS recommends this size for compute capability 9.0, and at most this
+/// size for other GPUs.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
 /// A cuBLAS handle on one stream.
@@ -88,7 +88,7 @@ impl Blas {
     }
 
     /// Sets the address of a workspace of [`WORKSPACE`] bytes. The caller must hold this memory until the
-    /// products are done. The device's context must be current.
+    /// products that use it are done. The device's context must be current.
     pub(super) fn work_in(&mut self, address: u64) -> Result<()> {
         // Decision: docs/decisions/backend-cuda.md#cublas-gets-an-explicit-workspace-for-each-product
         if self.workspace != address {
@@ -137,8 +137,8 @@ impl Blas {
     }
 
     /// Enqueues one product per head: `[rows, heads, a]` with `[heads, a, b]`, or with `[heads, b, a]` if
-    /// `transposed` is true. `row` and `head` are the strides of the first operand in elements; the matrices
-    /// and the result are dense. The device's context must be current.
+    /// `transposed` is true. `row` and `head` are the strides of the first operand, in elements. The
+    /// matrices and the result must be dense. The device's context must be current.
     pub(super) fn by_head(
         &self,
         (rows, heads, a, b): (usize, usize, usize, usize),

@@ -1,5 +1,5 @@
-//! Matrix products: with few rows through kernels that read the matrix once, and with many rows through
-//! cuBLAS.
+//! Matrix products. This crate's kernels, which read the matrix once, compute products with few rows.
+//! cuBLAS computes products with many rows.
 
 use std::sync::Arc;
 
@@ -17,8 +17,8 @@ use crate::queue::Launch;
 /// products.
 const FEW: usize = 8;
 
-/// The maximum number of rows for which the three terms are stacked into one product. A stacked product reads
-/// the weights only once.
+/// The maximum number of rows for which the three bf16 terms of the activations are stacked into one
+/// product. A stacked product reads the weights only once.
 const STACKED: usize = 64;
 
 /// The maximum number of weight elements that are widened to f32 at once.
@@ -74,7 +74,7 @@ struct WidenArgs {
     rows: u32,
 }
 
-/// Returns the kernel for a product of `rows` rows, at most eight.
+/// Returns the kernel for a product of `rows` rows. There must be at most eight rows.
 fn skinny(kind: StoredKind, rows: usize) -> CudaKernel {
     let names = match kind {
         StoredKind::F32 => ["skinny_f32_1", "skinny_f32_4", "skinny_f32_8"],
@@ -240,7 +240,7 @@ impl CudaSteps {
         Ok(())
     }
 
-    /// Adds a product's terms and the bias.
+    /// Adds up a product's terms, and adds the bias.
     fn finish(
         &self,
         products: &TensorView,

@@ -153,7 +153,7 @@ impl CudaSteps {
         Ok(())
     }
 
-    /// Returns the address of a weight that must be a vector of `width` f32 numbers.
+    /// Returns the address of a weight, after checking that it is a vector of `width` f32 values.
     pub(super) fn vector(weight: &CudaWeight, width: usize) -> Result<u64> {
         Self::check("numbers of a vector", weight, 1, width)?;
         match weight.kind {
@@ -185,9 +185,9 @@ fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
         factors.extend_from_slice(&head[..4]);
         let packed = &head[4..];
         for group in 0..8 {
-            // Scales and minima have six bits each. For the first four groups, they are the low bits of eight
-            // bytes. For the last four groups, they consist of the halves of four more bytes and the upper
-            // two bits of the eight.
+            // Scales and minima have six bits each. For the first four groups, they are the low bits of the
+            // first eight bytes. For the last four groups, they consist of the halves of the last four
+            // bytes and the upper two bits of the first eight.
             let (scale, minimum) = if group < 4 {
                 (packed[group] & 63, packed[group + 4] & 63)
             } else {

@@ -19,7 +19,7 @@ const THREADS: u32 = 256;
 /// The number of items that a team of threads copies at once, as declared in `copy.cu`.
 const DEPTH: u64 = 4;
 
-/// The number of axes over the items of a tensor copy.
+/// The maximum number of axes outside the items of a tensor copy.
 const AXES: usize = 5;
 
 /// The maximum number of parts per launch.

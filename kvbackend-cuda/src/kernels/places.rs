@@ -6,7 +6,7 @@ use kvcore::{DType, Error, KvArena, KvPlane, PlaneStrides, Result, TensorView, W
 use crate::driver::NAME;
 use crate::queue::Lowering;
 
-/// The meaning of the items in a list.
+/// The meaning of a launch's items.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum ItemKind {

@@ -10,8 +10,8 @@ use libloading::{Library, Symbol};
 
 use crate::driver::{NAME, no_device};
 
-/// The file names of the library. NCCL's runtime packages and Python wheel install it only under the first
-/// name.
+/// The library's possible file names. NCCL's runtime packages and Python wheel install it only under the
+/// first name.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// The oldest supported version. Earlier versions cannot abort or finalise a non-blocking communicator.
@@ -117,8 +117,8 @@ impl Nccl {
         }
     }
 
-    /// Returns the error for a result code, with NCCL's message for the code and its last warning. `comm` may
-    /// be null.
+    /// Returns the error for a result code, with NCCL's message for the code and NCCL's last warning.
+    /// `comm` may be null.
     pub(super) fn refused(&self, what: &str, comm: ncclComm_t, code: Code) -> Error {
         // SAFETY: NCCL has a message for every code, and never frees it.
         let text = unsafe { text_of((self.error_string)(code)) };

@@ -50,9 +50,9 @@ impl CommHandle {
     }
 }
 
-/// The pauses between polls of NCCL's state. There are none during the first millisecond, so short waits end
-/// at once. The pauses depend on time and not on the number of polls, because on a busy core a thread that
-/// yields may get the core back only after milliseconds.
+/// The pauses between polls of NCCL's state. There are no pauses during the first millisecond, so short
+/// waits end promptly. The pauses depend on time and not on the number of polls, because on a busy core a
+/// thread that yields may get the core back only after milliseconds.
 pub(super) struct Pauses {
     since: Instant,
 }
@@ -160,7 +160,7 @@ impl NcclMember {
         let _ = unsafe { (self.nccl.abort)(comm) };
     }
 
-    /// Leaves the group. May wait for other ranks on the same machine, because NCCL makes them leave
+    /// Leaves the group. May wait for other ranks on the same machine, because NCCL makes all of them leave
     /// together.
     pub(super) fn leave(&self, limit: Duration) {
         let handle = self.handle.lock().take();

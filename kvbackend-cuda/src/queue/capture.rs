@@ -56,7 +56,8 @@ pub(crate) fn uncapturable(what: &str) -> Error {
     kvcore::device::capture::uncapturable(NAME, what)
 }
 
-/// Checks that an operation can be replayed with different lists, and records its check and its angle table.
+/// Checks that an operation can be replayed with different lists. Stores the check that each replay
+/// repeats, and the angle table that the operation reads.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`], which names the operation, if it cannot be replayed.

@@ -32,7 +32,7 @@ pub(super) enum SentOwner {
 /// The lists of a stream's most recent operations.
 pub(super) type SentLists = Recent<SentKey, (SentOwner, Arc<CudaUpload>), KEPT>;
 
-/// Builds an attention plan's records for a step's work.
+/// A function that builds an attention plan's records for a step's work.
 pub(crate) type MakeRecords = Box<dyn Fn(&Arc<AttendWork>) -> Result<Vec<u8>> + Send + Sync>;
 
 /// A list of a captured step.
@@ -49,8 +49,8 @@ pub(crate) enum StepList {
 }
 
 impl StepList {
-    /// Returns whether both are the same list of a step. Plans always count as different here, because they
-    /// have their own keys.
+    /// Returns true if both values stand for the same list of a step. Two plans never count as the same
+    /// here, because plans have their own keys.
     pub(super) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Positions, Self::Positions) | (Self::Slots, Self::Slots) => true,

@@ -275,8 +275,8 @@ impl Lowering<'_> {
     }
 
     /// Returns the address of memory in which a kernel leaves results for the operation's next kernel. All
-    /// operations of the stream share this memory, because they run one after another. Graphs have their own,
-    /// because they may run at the same time as work outside of graphs.
+    /// operations of the stream share this memory, because they run one after another. Graphs have separate
+    /// scratch memory, because they may run at the same time as work outside of graphs.
     pub(crate) fn scratch(&mut self, bytes: usize) -> Result<u64> {
         let device = &self.stream.on.device;
         let make = || allocate(device, bytes.next_power_of_two().max(LEAST_SCRATCH));

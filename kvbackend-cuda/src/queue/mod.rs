@@ -1,10 +1,10 @@
 //! Streams, and the lists, holds and launches of their enqueued work.
 //!
-//! An operation is lowered to launches under the stream's lock, and these are enqueued at once. The host
-//! never waits for the operation. Lists that kernels read (slots, attention plans) are uploaded on the same
-//! stream, once for all layers that share them. The stream holds the memory of enqueued work until an event
-//! marks the work as done. While a thread is capturing, its work is added to a graph instead ([`capture`]).
-//! The graph owns its memory, and reads its lists from the memory that replays write.
+//! An operation is lowered to launches under the stream's lock, and the launches are enqueued at once. The
+//! host never waits for the operation. Lists that kernels read (slots, attention plans) are uploaded on the
+//! same stream, once for all layers that share them. The stream holds the memory of enqueued work until an
+//! event marks the work as done. While a thread is capturing, its work is added to a graph instead
+//! ([`capture`]). The graph owns its memory, and each replay writes the lists that the graph reads.
 //!
 //! ```text
 //!   raw      driver handles

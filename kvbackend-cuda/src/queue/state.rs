@@ -100,7 +100,7 @@ impl Drop for CudaStreamState {
 }
 
 impl CudaStream {
-    /// Creates a stream without implicit synchronisation with other streams.
+    /// Creates a stream that does not synchronise implicitly with other streams.
     pub(crate) fn new(device: &Arc<CudaDevice>, tables: &Arc<AngleTables>) -> Result<Self> {
         let _bound = device.bind()?;
         let raw = result::stream::create(result::stream::StreamKind::NonBlocking)

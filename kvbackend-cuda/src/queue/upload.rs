@@ -14,8 +14,8 @@ use crate::memory::{self, CudaStorage};
 /// oldest replay before it enqueues another one.
 pub(super) const AHEAD: usize = 32;
 
-/// The maximum number of uploads kept for reuse. It is twice [`AHEAD`], because each replay under way holds
-/// an upload, and freeing pinned memory makes the host wait for running kernels.
+/// The maximum number of uploads kept for reuse. It is twice [`AHEAD`], because each replay that is not
+/// done holds an upload, and freeing pinned memory makes the host wait for running kernels.
 const KEPT: usize = 2 * AHEAD;
 
 /// Memory for one list: a buffer that the host writes, and a buffer that kernels read.

@@ -22,9 +22,9 @@ pub struct LatentConfig {
     pub v_head_dim: usize,
 }
 
-/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024). An expert's score is a sigmoid. A correction
-/// bias affects which experts are chosen, but not their weights. For each token, groups are chosen first, and
-/// then experts from these groups.
+/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024). An expert's score is the sigmoid of its
+/// logit. A correction bias affects which experts are chosen, but not their weights. For each token, groups
+/// are chosen first, and then experts from these groups.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertsConfig {
     /// The number of leading layers with a dense feed-forward layer. All later layers have experts.

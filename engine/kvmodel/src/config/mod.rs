@@ -67,8 +67,8 @@ pub struct ModelConfig {
     pub softmax_scale: f32,
     /// The epsilon that each norm adds to the mean square.
     pub rms_norm_eps: f64,
-    /// The maximum number of positions per request: the model's own limit, or the larger one that its
-    /// RoPE scaling allows.
+    /// The maximum number of positions per request: the model's own limit, or the larger one that its RoPE
+    /// scaling allows.
     pub max_positions: usize,
     /// True if the output head shares the embedding matrix.
     pub tied_head: bool,
@@ -116,7 +116,7 @@ impl ModelConfig {
     /// Creates the config of a Llama with `layers` layers for benchmarks with [random
     /// weights](crate::Weights::random). It has heads of 64 elements, a vocabulary of 4096 tokens, and 8192
     /// positions. If the number of query heads is a multiple of four, four of them share a key/value head;
-    /// otherwise, each has its own.
+    /// otherwise, each query head has its own.
     ///
     /// # Errors
     /// Returns [`Error::Config`] if `layers` is 0 or too large, or if `hidden_size` is 0, too large or not a
@@ -197,7 +197,7 @@ impl ModelConfig {
             return bad(format!("num_attention_heads {} overflow", raw.num_attention_heads));
         }
         rope::check_shapes(&json)?;
-        // DeepSeek stores interleaved pairs, unless the config says otherwise.
+        // DeepSeek stores rotated elements as interleaved pairs, unless the config specifies otherwise.
         let interleaved = json.get("rope_interleave").and_then(Value::as_bool).unwrap_or(true);
         let (rotated, pairing) = match latent {
             Some(latent) if interleaved => (latent.qk_rope_head_dim, Pairing::Interleaved),
@@ -237,7 +237,7 @@ impl ModelConfig {
     }
 
     /// Returns the width of the widest sliding window, or `None` if at least one layer has no window. No
-    /// layer reads keys from before this window.
+    /// layer reads keys older than this window.
     pub fn widest_window(&self) -> Option<usize> {
         self.layers.iter().map(|layer| layer.window).try_fold(0, |most, window| Some(most.max(window?)))
     }

@@ -5,11 +5,12 @@ use serde_json::Value;
 use super::bad;
 use crate::error::Result;
 
-/// The fields that describe how weights are quantised: the one that transformers uses, and an older one of
-/// compressed-tensors.
+/// The fields that describe how weights are quantised: the one that transformers uses, and an older one
+/// from compressed-tensors.
 const FIELDS: [&str; 2] = ["quantization_config", "compression_config"];
 
-/// Rejects a model with quantised weights. The error names the method. `null` counts as absent.
+/// Rejects a model with quantised weights. The error names the method. A field that is `null` counts as
+/// absent.
 pub(super) fn refuse(json: &Value) -> Result<()> {
     let given = |name: &&str| json.get(*name).filter(|value| !value.is_null());
     let Some((field, value)) = FIELDS.iter().find_map(|name| given(name).map(|value| (name, value))) else {

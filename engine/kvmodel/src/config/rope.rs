@@ -118,7 +118,7 @@ fn of_all_layers(json: &Value) -> Option<&Value> {
     given("rope_parameters").or_else(|| given("rope_scaling"))
 }
 
-/// The fields that apply to one layer.
+/// The rotary parameters of one layer, with the config that contains them.
 struct Parameters<'a> {
     json: &'a Value,
     of_layer: &'a Value,

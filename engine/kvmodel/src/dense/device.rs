@@ -227,8 +227,8 @@ macro_rules! device_dense {
 
             fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView> {
                 let output = self.steps.rows(&[rows, self.extents.heads, self.extents.v_dim])?;
-                // Another thread's step may still be reading the memory, which later steps would otherwise
-                // reuse too early.
+                // An earlier step, possibly another thread's, may still be reading this recycled memory.
+                // Operations of `stream` must not write to it before that step has finished.
                 self.precede(stream)?;
                 Ok(output)
             }

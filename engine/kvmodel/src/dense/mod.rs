@@ -111,7 +111,8 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// memory if the format allows it.
     fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>>;
 
-    /// Creates the border to the KV side on a backend, for passes of up to `extents.rows` rows.
+    /// Creates the border between these steps and a backend's operations, for passes of up to
+    /// `extents.rows` rows.
     fn border(&self, backend: &dyn Backend, extents: &BorderExtents) -> Result<Box<dyn Border>>;
 
     /// Creates a list of row indices.
@@ -131,7 +132,7 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Returns `x / √(mean(x²) + eps) · weight`, normalised over the last axis of rows or heads.
     fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation>;
 
-    /// Returns `x · matrixᵀ + bias`: `[rows, out]` for `[rows, input]`.
+    /// Returns `x · matrixᵀ + bias`. From `[rows, input]`, this gives `[rows, out]`.
     fn project(&self, x: &Activation, matrix: &dyn Weight, bias: Option<&dyn Weight>) -> Result<Activation>;
 
     /// Multiplies each head of `[rows, heads, a]` by its own matrix. Returns `[rows, heads, b]`.
@@ -150,7 +151,8 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Joins `[rows, heads, dim]` to `[rows, heads · dim]`. Implementations need not move elements.
     fn join_heads(&self, x: &Activation) -> Result<Activation>;
 
-    /// Returns the elements `columns` of the last axis. The result may share the memory of `x`.
+    /// Returns the elements at the indices `columns` of the last axis. The result may share the memory of
+    /// `x`.
     fn columns(&self, x: &Activation, columns: Range<usize>) -> Result<Activation>;
 
     /// Returns the given rows, in the order of the list. `x` must have all of these rows.
@@ -173,7 +175,7 @@ pub trait Dense: fmt::Debug + Send + Sync {
     fn read(&self, x: &Activation, values: &mut Vec<f32>) -> Result<()>;
 }
 
-/// The sizes of the tensors that cross a border.
+/// The sizes of the tensors that cross the border between dense steps and a backend's operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BorderExtents {
     /// The maximum number of rows per pass.

@@ -53,7 +53,7 @@ impl StoredWeight {
         }
     }
 
-    /// Creates a weight from f32 numbers.
+    /// Creates a weight from f32 values.
     ///
     /// # Errors
     /// Returns [`Error::Weight`] if the number of values does not match the shape.
@@ -158,7 +158,7 @@ pub(crate) fn bytes_of(dtype: StoredType, shape: &[usize]) -> Result<usize, Weig
     bytes.ok_or(WeightProblem::Length { expected: usize::MAX, got: 0 })
 }
 
-/// Returns the reason that `got` bytes cannot be a weight of this type and shape, or `None` if they can.
+/// Returns the reason why `got` bytes cannot be a weight of this type and shape, or `None` if they can.
 fn problem(dtype: StoredType, shape: &[usize], got: usize) -> Option<WeightProblem> {
     match bytes_of(dtype, shape) {
         Ok(expected) if expected == got => None,

@@ -7,7 +7,8 @@ use super::fields::{Header, required};
 use crate::config::ModelConfig;
 use crate::error::Error;
 
-/// Required integers: the GGUF field, without the architecture's prefix, and the config.json field.
+/// Required integer fields: each one's GGUF name, without the architecture's prefix, and its config.json
+/// name.
 const NEEDED: [(&str, &str); 5] = [
     ("embedding_length", "hidden_size"),
     ("feed_forward_length", "intermediate_size"),
@@ -16,20 +17,20 @@ const NEEDED: [(&str, &str); 5] = [
     ("context_length", "max_position_embeddings"),
 ];
 
-/// Optional integers, which have a default: the GGUF field, without the architecture's prefix, and the
-/// config.json field.
+/// Optional integer fields, which have defaults: each one's GGUF name, without the architecture's prefix,
+/// and its config.json name.
 const OPTIONAL: [(&str, &str); 2] =
     [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
 
-/// GGUF fields with numbers for the rotary embedding, and the names that the rotary embedding's errors use
-/// for them.
+/// GGUF fields with numbers for the rotary embedding, each with the name that the rotary embedding's errors
+/// use for it.
 const ROPE: [(&str, &str); 3] = [
     ("rope.freq_base", "theta"),
     ("rope.scaling.factor", "factor"),
     ("rope.scaling.original_context_length", "original_max_position"),
 ];
 
-/// Returns the config for a file.
+/// Converts the fields of a file to a config.
 pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     let architecture = required("general.architecture", header.text("general.architecture")?)?;
     let name = |field: &str| format!("{architecture}.{field}");

@@ -5,7 +5,7 @@ use crate::error::Error;
 /// Advice for a file that contradicts itself.
 pub(super) const AGAIN: &str = "download the file again, or convert the model again";
 
-/// The reason that a file cannot be read.
+/// The reason why a file cannot be read.
 #[derive(Debug)]
 pub(super) enum GgufFailure {
     Io(std::io::Error),

@@ -1,5 +1,5 @@
-//! Reads the header of a GGUF file: the fields and the places of the tensors. Lengths in the header are
-//! checked against the file's length.
+//! Reads the header of a GGUF file: the fields and the descriptions of the tensors. Lengths in the header
+//! are checked against the file's length.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -13,7 +13,7 @@ const ALIGNMENT: u64 = 32;
 
 /// The maximum number of bytes in a string.
 const TEXT: u64 = 1 << 24;
-/// The maximum number of axes of a tensor.
+/// The maximum number of axes per tensor.
 const AXES: u32 = 4;
 
 /// The value of a field. Integers of all widths share one variant.
@@ -34,7 +34,7 @@ pub(super) struct TensorPlace {
     pub(super) shape: Vec<usize>,
     /// ggml's ID for the element type.
     pub(super) dtype: u32,
-    /// The tensor's offset in bytes from the start of the data.
+    /// The tensor's offset from the start of the tensor data, in bytes.
     pub(super) offset: u64,
 }
 
@@ -43,9 +43,9 @@ pub(super) struct TensorPlace {
 pub(super) struct Header {
     fields: HashMap<String, FieldValue>,
     pub(super) tensors: Vec<TensorPlace>,
-    /// The alignment of tensors in bytes.
+    /// The alignment of tensors, in bytes.
     pub(super) alignment: u64,
-    /// The offset in bytes of the data from the start of the file.
+    /// The offset of the tensor data from the start of the file, in bytes.
     pub(super) data: u64,
 }
 
@@ -108,7 +108,7 @@ impl<R: Read> FieldReader<R> {
             3 => FieldValue::Whole(i16::from_le_bytes(self.number(what)?).into()),
             4 => FieldValue::Whole(self.u32(what)?.into()),
             5 => FieldValue::Whole(i32::from_le_bytes(self.number(what)?).into()),
-            // The shortest decimal that gives this f32 is the number that the writer meant.
+            // Recovers the number that the writer meant: the shortest decimal that rounds to this f32.
             6 => FieldValue::Real(
                 f32::from_le_bytes(self.number(what)?).to_string().parse().unwrap_or(f64::NAN),
             ),

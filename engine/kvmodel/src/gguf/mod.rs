@@ -1,16 +1,16 @@
 //! GGUF: llama.cpp's format for a model in one file.
 //!
 //! ```text
-//!   header      magic "GGUF", version, numbers of tensors and of fields
-//!   fields      name, type, value: extents, rotary embedding, vocabulary, merges, chat template
-//!   tensors     name, extents from the innermost, element type, place
+//!   header      magic "GGUF", version, number of tensors, number of fields
+//!   fields      name, type, value: sizes, rotary embedding, vocabulary, merges, chat template
+//!   tensors     name, extents (innermost first), element type, offset
 //!   data        the tensors, each at a multiple of the alignment
 //! ```
 //!
-//! `config` turns the fields into the config that `config.json` would hold, and `tokenizer` into the
-//! tokenizer of `tokenizer.json`. `places` checks the offsets of tensors, and `tensors` gives weights the
-//! names and the row order of Hugging Face models. Errors name the file and its tensors: [`load`] adds the
-//! path and the names.
+//! `config` converts the fields to the config that a `config.json` would contain, and `tokenizer` converts
+//! them to a `tokenizer.json`. `places` checks the offsets of tensors, and `tensors` gives weights the
+//! names and the row order of Hugging Face models. [`load`] adds the file's path to errors, and restores
+//! the tensor names of the file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -30,9 +30,9 @@ mod tokenizer;
 use failure::{AGAIN, GgufFailure};
 use fields::{FieldReader, Header};
 
-/// Loads the model in a file. Calls `progress` with the tensor bytes read so far and the total. A
-/// `tokenizer.json` in the same folder replaces the file's tokenizer. The file must not change while the
-/// model is in use ([`SharedBytes::map`]).
+/// Loads the model and the text codec from a file. Calls `progress` with the number of tensor bytes read so
+/// far and the total number. A `tokenizer.json` in the same folder replaces the file's tokenizer. The file
+/// must not change while the model is in use ([`SharedBytes::map`]).
 ///
 /// # Errors
 /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Gguf`], with the path and the field or

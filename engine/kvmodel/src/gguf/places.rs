@@ -1,4 +1,5 @@
-//! Checks where tensors are in the file: each must be aligned, inside the file, and apart from all others.
+//! Checks the positions of a file's tensors: each must be aligned and inside the file, and no two may
+//! overlap.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -18,7 +19,7 @@ pub(super) struct PlacedTensor<'a> {
     pub(super) bytes: Range<usize>,
 }
 
-/// Returns all tensors of a file of `length` bytes, in the order of their bytes.
+/// Returns all tensors of a file of `length` bytes, ordered by their position in the file.
 ///
 /// # Errors
 /// Returns an error that names a tensor if the tensor occurs twice, is not aligned, extends past the end of

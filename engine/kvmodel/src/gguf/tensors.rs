@@ -9,10 +9,10 @@ use crate::config::{Family, ModelConfig};
 use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::weights::Weights;
 
-/// The name of the tensor that contains the divisors of a scaled RoPE's frequencies.
+/// The name of the tensor that contains the divisors for the frequencies of a scaled RoPE.
 const FACTORS: &str = "rope_freqs.weight";
 
-/// The tensors outside of layers: their names in the file and in a Hugging Face model.
+/// The tensors outside the layers: their names in the file and in a Hugging Face model.
 const WHOLE: [(&str, &str); 3] = [
     ("token_embd.weight", "model.embed_tokens.weight"),
     ("output_norm.weight", "model.norm.weight"),
@@ -35,7 +35,7 @@ const PARTS: [(&str, &str); 11] = [
     ("ffn_down", "mlp.down_proj"),
 ];
 
-/// Returns the tensor's name in a Hugging Face model, or `None` if no supported model has it.
+/// Returns the tensor's name in a Hugging Face model, or `None` if no supported model has such a tensor.
 fn name_of(tensor: &str) -> Option<String> {
     if let Some((_, name)) = WHOLE.iter().find(|(known, _)| *known == tensor) {
         return Some((*name).to_owned());
@@ -100,7 +100,7 @@ fn read(placed: &PlacedTensor<'_>, name: String, file: &SharedBytes) -> Result<S
     Ok(StoredWeight::new(name, dtype, &place.shape, contents)?)
 }
 
-/// Reorders the rows of queries and keys as in Hugging Face models.
+/// Reorders the rows of query and key projections as in Hugging Face models.
 ///
 /// For the architecture "llama", llama.cpp rotates pairs of neighbouring elements. GGUF files therefore store
 /// rows `i` and `i + head_dim / 2` of each head next to each other.

@@ -20,8 +20,8 @@ const ADDED: i64 = 4;
 /// repetition count of digits, in which the two models differ.
 const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Returns the pre-tokenizer, the normalizer, and true if merges are skipped for a whole word that is a
-/// token.
+/// Returns three parts for the pre-tokenizer `name`: the pre-tokenizer, the normalizer, and true if a word
+/// that is a token as a whole is kept without applying merges.
 fn pre(name: &str) -> Result<(Value, Value, bool), GgufFailure> {
     let bytes = |by_words: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": by_words });
     let split = |digits: &str| {
@@ -82,8 +82,7 @@ pub(super) fn codec(header: &Header, path: &Path) -> Result<TextCodec, GgufFailu
     })
 }
 
-/// Returns the `tokenizer.json` for the fields. `begin` is the token that marks the start of a
-/// text.
+/// Converts the fields to a `tokenizer.json`. `begin` is the token that marks the start of a text.
 fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure> {
     let kind = required("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
     if kind != "gpt2" {
@@ -158,7 +157,7 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
     }))
 }
 
-/// Checks that each merge joins two tokens into a token.
+/// Checks that each merge joins two tokens into another token.
 fn check_merges(merges: &[&str], vocabulary: &Map<String, Value>) -> Result<(), GgufFailure> {
     for (number, merge) in merges.iter().enumerate() {
         let problem = match merge.split_once(' ') {

@@ -10,7 +10,7 @@ use crate::error::Result;
 pub(super) struct Experts {
     router: Router,
     /// The projection that scores experts. It stays f32 in every weight format, because rounding could
-    /// change the choice.
+    /// change which experts are chosen.
     gate: Linear,
     routed: Vec<Gated>,
     shared: Option<Gated>,
@@ -75,7 +75,7 @@ impl Router {
         let scores: Vec<f32> = logits.iter().map(|&x| 1.0 / (1.0 + (-x).exp())).collect();
         let biased: Vec<f32> = scores.iter().zip(&self.bias).map(|(score, bias)| score + bias).collect();
         let size = c.routed / c.groups;
-        // A group's score is the sum of its two best experts.
+        // A group's score is the sum of its two best experts' biased scores.
         let of_group = |group: usize| -> f32 {
             let members = &biased[group * size..(group + 1) * size];
             best(0..size, members, 2).into_iter().map(|i| members[i]).sum()

@@ -73,7 +73,7 @@ impl LatentAttention {
         Ok(Self { query, down, norm, key, value, output, widths })
     }
 
-    /// Projects the rows `x` to rotated parts and latents, and the rows `asking` to queries.
+    /// Projects the rows `x` to latents and to the rotated parts of keys, and the rows `asking` to queries.
     pub(super) fn project(
         &self,
         dense: &dyn Dense,

@@ -77,7 +77,7 @@ impl Layer {
         })
     }
 
-    /// Projects all rows to keys and values, and the rows in `wanted` (all, if `None`) to queries.
+    /// Projects all rows to keys and values, and the `wanted` rows (all rows if `None`) to queries.
     pub(crate) fn project(
         &self,
         dense: &dyn Dense,

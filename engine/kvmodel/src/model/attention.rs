@@ -1,5 +1,5 @@
-//! The KV side of a layer: stores the keys and values of its rows, attends with its queries, and reads fresh
-//! keys, values and queries for callers that inspect them.
+//! The KV side of a layer: stores the keys and values of its rows, attends with its queries, and reads back
+//! fresh keys, values and queries for callers that inspect them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -21,8 +21,7 @@ pub struct FreshKv {
     pub layer: usize,
     /// The number of rows in the batch.
     pub rows: usize,
-    /// The keys `[rows, k_heads, k_dim]`, in the form in which they would be stored (rotated or
-    /// not).
+    /// The keys `[rows, k_heads, k_dim]`, in the form in which they would be stored (rotated or not).
     pub k: Vec<f32>,
     /// The values `[rows, v_heads, v_dim]`.
     pub v: Vec<f32>,
@@ -60,7 +59,7 @@ pub(super) struct LayerAttention<'a> {
     pub(super) scale: f32,
 }
 
-/// Creates the border for a model's passes of up to `rows` rows.
+/// Creates the [`Border`] between the dense steps and the device, for passes of up to `rows` rows.
 pub(super) fn border(model: &Model, device: &ComputeDevice, rows: usize) -> Result<Box<dyn Border>> {
     let config = &model.config;
     let kv = model.kv_extents(device.arenas[0].layout().shape().format);
@@ -160,12 +159,12 @@ pub(super) fn attend(
         device.profiler.span("attention of the question", add)?;
     }
     let out = attend.out.clone();
-    // The border copies the output if other handles to it exist.
+    // If other handles to the output existed, the border would have to copy it.
     drop((attend, q_latent));
     device.profiler.span("copy to host", || border.take(device.stream, out))
 }
 
-/// Computes attention over `work` only to add the attention weights of the observed rows to their sums.
+/// Computes attention over `work` only to add up the observed rows' attention weights.
 pub(super) fn observe(
     border: &mut dyn Border,
     device: &ComputeDevice,
@@ -182,8 +181,8 @@ pub(super) fn observe(
     })
 }
 
-/// Lends the queries of a layer. Returns the attention operation over `work`, and its latent queries if the
-/// model has latent attention.
+/// Lends a layer's queries to the device. Returns the attention operation over `work` and, with latent
+/// attention, the latent queries.
 fn lend(
     border: &mut dyn Border,
     device: &ComputeDevice,

@@ -11,18 +11,20 @@ use super::{ComputeDevice, Forward, LogitRows, Model};
 use crate::dense::Activation;
 use crate::error::{Error, Result};
 
-/// The memory that decode steps reuse for their passes and graphs. It serves one step at a time. A step with
-/// another model, arena, key form or rotary embedding drops the graphs. All steps must use the same stream.
+/// The memory that decode steps reuse for their passes and graphs. Only one step at a time can use it. A
+/// step with another model, arena, key form or rotary embedding drops the graphs. All steps must use the
+/// same stream.
 #[derive(Debug)]
 pub struct DecodeMemory {
     pass: PassMemory,
     /// The graphs, each with its logits.
     graphs: GraphCache<Activation>,
-    /// The model and the arena that the graphs refer to; `None` before the first graph.
+    /// The objects that the graphs refer to; `None` before the first step that may use a graph.
     scene: Option<Scene>,
 }
 
-/// The model, the rotary embeddings and the arena that a graph's steps must use.
+/// The model, rotary embeddings, arena and key form that graphs refer to. A step with others cannot replay
+/// them.
 #[derive(Debug)]
 struct Scene {
     revision: [u8; 32],
@@ -54,7 +56,7 @@ impl DecodeMemory {
         self.graphs.most()
     }
 
-    /// Returns the number of steps that went through the graph cache, by how they ran.
+    /// Returns the number of steps that the graph cache has run, by how they ran.
     pub fn counts(&self) -> GraphCounts {
         self.graphs.counts()
     }
@@ -83,10 +85,10 @@ impl Model {
     ///
     /// If the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, a later step
     /// of the same kind, with other tokens, positions, slots and segments, replays a graph. The results are
-    /// bit for bit the same as without the graph. Batches are padded to a power of two. The following steps
-    /// run operation by operation: the first of each kind, steps that read results on the host (routed
-    /// experts), steps without logits for some tokens, and steps over several groups of layers, whose slots
-    /// and segments a graph cannot hold.
+    /// bit for bit the same as without the graph. Steps are padded to a power-of-two number of rows. The
+    /// following kinds of step run operation by operation: the first step of each kind, steps that read
+    /// results on the host (routed experts), steps without logits for some tokens, and steps over several
+    /// groups of layers, whose slots and segments a graph cannot hold.
     ///
     /// # Errors
     /// Returns the errors of [`begin`](Self::begin) and of the backend.
@@ -134,7 +136,7 @@ impl Model {
         border.follow(device.stream)?;
         device.profiler.span("read logits", || dense.read(&of_rows, &mut logits))?;
         let flops = self.step_flops(count, visible(&inputs.work));
-        // There is no other handle, so the segments can be refilled in place.
+        // Drops the only other handle to the segments, so the next step can refill them in place.
         drop(inputs);
         rows.release();
         logits.truncate(count * self.config.vocab_size);

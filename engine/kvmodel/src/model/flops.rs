@@ -7,7 +7,7 @@ const MULTIPLY_ADD: u64 = 2;
 
 impl Model {
     /// Counts the operations of the projections before attention, which project `rows` rows to keys and
-    /// values, and `asking` rows to queries.
+    /// values, and `asking` of these rows to queries.
     pub(super) fn projection_flops(&self, rows: usize, asking: usize) -> u64 {
         let c = &self.config;
         let (key_value, query) = match c.latent {
@@ -25,7 +25,7 @@ impl Model {
         MULTIPLY_ADD * (rows as u64 * key_value as u64 + asking as u64 * query as u64)
     }
 
-    /// Counts the operations of attention over `visible` pairs of a row and a token that the row sees.
+    /// Counts the operations of attention over `visible` pairs of a row and a token visible to it.
     pub(super) fn attention_flops(&self, visible: u64) -> u64 {
         let c = &self.config;
         let width = match c.latent {
@@ -35,8 +35,8 @@ impl Model {
         MULTIPLY_ADD * visible * width as u64
     }
 
-    /// Counts the operations after attention for `rows` rows: the output projection and the feed-forward
-    /// layer of `layer`.
+    /// Counts the operations of `layer` after attention, for `rows` rows: the output projection and the
+    /// feed-forward layer.
     pub(super) fn finish_flops(&self, layer: usize, rows: usize) -> u64 {
         let c = &self.config;
         let output = match c.latent {

@@ -54,10 +54,10 @@ impl Model {
         KvExtents { num_layers: group.layers.len(), ..self.kv_extents(format) }
     }
 
-    /// Checks that a device has one arena for all layers, or one per group.
+    /// Checks that a device has one arena for all layers, or one per group of layers.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Mismatch`] for any other number.
+    /// Returns [`kvcore::Error::Mismatch`] for any other number of arenas.
     pub(super) fn check_arenas(&self, device: &ComputeDevice) -> Result<()> {
         let (expected, got) = (self.groups.len(), device.arenas.len());
         if got == 1 || got == expected {
@@ -66,7 +66,7 @@ impl Model {
         Err(kvcore::Error::mismatch("arenas, one for each group of layers", expected, got).into())
     }
 
-    /// Returns the place of a layer on a device. The device's arenas must have been checked.
+    /// Returns the place of a layer on a device that [`check_arenas`](Self::check_arenas) has accepted.
     pub(super) fn place(&self, device: &ComputeDevice, index: usize) -> LayerPlace {
         let of = |(group, of): (usize, &LayerGroup)| {
             of.layers.binary_search(&index).ok().map(|layer| LayerPlace { group, layer })

@@ -38,7 +38,7 @@ impl LogitRows {
         self.values
     }
 
-    /// Returns the last row's logits, in a vector that keeps the memory of all rows.
+    /// Returns the last row's logits, in a vector that keeps the capacity of all rows.
     pub fn into_last(mut self) -> Vec<f32> {
         self.values.drain(..self.values.len().saturating_sub(self.vocabulary));
         self.values

@@ -1,8 +1,7 @@
-//! The attention mass of tokens: the total attention that each token gets from a sequence's later
-//! rows.
+//! The attention mass of tokens: the total attention that each token gets from a sequence's later rows.
 //!
-//! The device adds the weights of each included layer to sums in its own memory, which are read once at the
-//! end.
+//! The device adds each included layer's attention weights to sums in its own memory. The sums are read
+//! once, after the last pass.
 
 use std::sync::Arc;
 
@@ -19,15 +18,16 @@ use crate::error::Result;
 /// The attention that one sequence in a pass pays to each token of its earlier segments, summed over the
 /// sequence's rows, query heads and layers.
 ///
-/// Pass it to [`Pass::observe`](super::Pass::observe). A sequence that is computed in several passes uses the
-/// same mass for all of them, on the same backend.
+/// Pass it to [`Pass::observe`](super::Pass::observe). If a sequence is computed in several passes, pass
+/// the same mass to all of them. All passes must run on the same backend.
 #[derive(Debug, Default)]
 pub struct AttentionMass {
     /// The index of the sequence in the batch.
     pub sequence: usize,
     /// The first layer to include in the sums.
     pub first_layer: usize,
-    /// The number of floating-point operations for the sums, which the pass's own count does not include.
+    /// The number of floating-point operations that the sums have needed. They are not included in a pass's
+    /// own count.
     pub flops: u64,
     /// The number of tokens in all segments but the last, which holds the sequence's own rows.
     tokens: usize,
@@ -60,11 +60,11 @@ impl AttentionMass {
     }
 }
 
-/// The sequences of a pass whose attention is summed.
+/// The sequences that a pass observes, with the buffers for summing their attention.
 #[derive(Debug)]
 pub(super) struct Observation<'a> {
     masses: Vec<&'a mut AttentionMass>,
-    /// The log-sum-exps of the pass's rows and query heads.
+    /// The log-sum-exp for each of the pass's rows and query heads, on the device.
     lse: TensorView,
     /// For each group of layers, the attention work of only the observed rows, as a single softmax; `None`
     /// until it is first needed.
@@ -90,14 +90,15 @@ impl<'a> Observation<'a> {
     }
 
     /// Returns true if every observed row attends with a single softmax, because the merge groups of its
-    /// segments have no factors. In that case, the layer's own attention yields the weights to sum.
+    /// segments have no factors. In that case, the layer's ordinary attention yields the attention weights
+    /// to sum.
     pub(super) fn is_plain(&self, work: &AttendWork) -> bool {
         let plain = |segment: &Segment| work.groups()[segment.merge_group] == MergeGroup::default();
         self.masses.iter().all(|mass| work.batch()[mass.sequence].segments.iter().all(plain))
     }
 
-    /// Returns the attention work of only the observed rows, for the layers of `group`, whose attention work
-    /// for all rows is `work`.
+    /// Returns the part of `work`, the attention work of the layers in `group`, that belongs to the
+    /// observed rows. All their segments share one softmax.
     pub(super) fn alone(&mut self, group: usize, work: &AttendWork) -> Arc<AttendWork> {
         let masses = &self.masses;
         let make = || {
@@ -142,7 +143,8 @@ impl<'a> Observation<'a> {
         Ok(())
     }
 
-    /// Counts the operations of an attention over `work` that is computed only for its log-sum-exps.
+    /// Adds the operations of attention over `work`, computed only for its log-sum-exps, to the masses'
+    /// counts.
     pub(super) fn count(&mut self, model: &Model, layer: usize, work: &AttendWork) {
         for mass in self.masses.iter_mut().filter(|mass| layer >= mass.first_layer) {
             mass.flops += model.attention_flops(visible_in(work, &work.batch()[mass.sequence]));

@@ -103,14 +103,14 @@ impl Observer for () {}
 pub struct ComputeDevice<'a> {
     /// The backend that allocates the pass's buffers.
     pub backend: &'a dyn Backend,
-    /// The stream that orders the work.
+    /// The stream that runs the pass's operations in order.
     pub stream: &'a dyn Stream,
     /// The arenas that hold keys and values: one for all layers, or one for each of the model's
     /// [groups](Model::groups).
     pub arenas: &'a [KvArena],
     /// The form in which the arenas store keys: rotated or unrotated.
     pub keys: KeyForm,
-    /// The profiler that records the pass's times.
+    /// The profiler that records the times of the pass's steps.
     pub profiler: &'a Profiler,
 }
 
@@ -179,8 +179,8 @@ impl Model {
     }
 
     /// Returns every layer's rotary embedding for a request that uses only positions below `longest`,
-    /// including the positions of tokens that it may still generate. The embeddings are part of the request's
-    /// keys; see [`kvcore::Regime`].
+    /// including the positions of tokens that it may still generate. The embeddings are part of the
+    /// request's cache keys; see [`kvcore::Regime`].
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if the model has fewer positions.

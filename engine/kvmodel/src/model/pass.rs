@@ -28,9 +28,9 @@ pub struct Forward {
 pub struct KeptRows {
     /// The residual stream, `[rows, hidden_size]`.
     x: Activation,
-    /// The next layer.
+    /// The index of the next layer to run.
     layer: usize,
-    /// The projections in that layer, if they have been computed.
+    /// The projections in the next layer, if they have been computed.
     projected: Option<Projected>,
 }
 
@@ -52,7 +52,7 @@ pub struct PassMemory {
     border: Option<Box<dyn Border>>,
 }
 
-/// A pass over a batch of sequences. Their keys and values are written to the arena.
+/// A pass over a batch of sequences, which writes the sequences' keys and values to the device's arenas.
 ///
 /// [`Model::forward`] runs a whole pass. To choose in the middle of a pass which rows continue, run it in
 /// parts:
@@ -61,9 +61,9 @@ pub struct PassMemory {
 /// begin ─► run_to(layer) ─► fresh ─► keep        resume ─► end
 /// ```
 ///
-/// To choose the tokens that rows attend to, run it layer by layer: [`queries`](Self::queries),
+/// To choose the tokens that rows attend to, run the pass layer by layer: [`queries`](Self::queries),
 /// [`select`](Self::select), `run_to`. To find out which tokens a sequence attends to, let the pass
-/// [`observe`](Self::observe) it.
+/// [`observe`](Self::observe) the sequence.
 #[derive(Debug)]
 pub struct Pass<'a> {
     model: &'a Model,
@@ -73,7 +73,7 @@ pub struct Pass<'a> {
     border: &'a mut dyn Border,
     /// The rows' residual stream, `[rows, hidden_size]`.
     x: Activation,
-    /// The next layer.
+    /// The index of the next layer to run.
     layer: usize,
     /// The projections in the next layer, if [`fresh`](Self::fresh) or [`queries`](Self::queries) has
     /// computed them.
@@ -88,8 +88,8 @@ pub struct Pass<'a> {
 }
 
 impl Model {
-    /// Runs a pass over a batch of sequences. Their keys and values are written to the arena. A batch without
-    /// tokens does nothing.
+    /// Runs a pass over a batch of sequences, and writes their keys and values to the device's arenas. If
+    /// the batch has no tokens, does nothing and returns no logits.
     ///
     /// All sequences must be in the same RoPE regime, and `ropes` must be the result of
     /// [`ropes`](Self::ropes) for their requests.
@@ -133,12 +133,13 @@ impl Model {
         Pass::new(self, device, ropes, rows, border, x)
     }
 
-    /// Continues a stopped pass with some of its rows. From now on, their sequences may have other slots and
-    /// segments.
+    /// Continues a stopped pass with some of its rows. The sequences of these rows may have other slots and
+    /// segments than before.
     ///
     /// # Errors
     /// - Returns [`kvcore::Error::OutOfRange`] if the pass does not have one of the rows.
-    /// - Returns [`kvcore::Error::Mismatch`] if there are no rows, or not one token per row.
+    /// - Returns [`kvcore::Error::Mismatch`] if there are no rows, or if the number of tokens differs from
+    ///   the number of rows.
     /// - Returns the errors of [`begin`](Self::begin).
     pub fn resume<'a>(
         &'a self,
@@ -171,7 +172,7 @@ impl Model {
 }
 
 impl PassMemory {
-    /// Returns the rows and a border that is large enough for them.
+    /// Returns the rows, and a border that is large enough for them.
     pub(super) fn ready(
         &mut self,
         model: &Model,
@@ -226,11 +227,11 @@ impl<'a> Pass<'a> {
         })
     }
 
-    /// Runs the layers before `layer`.
+    /// Runs the remaining layers before `layer`.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if the model has no layer `layer`, [`Error::Cancelled`] if the
-    /// observer stops the pass, and the errors of the backend.
+    /// Returns [`kvcore::Error::OutOfRange`] if the model has no layer with this index,
+    /// [`Error::Cancelled`] if the observer stops the pass, and the errors of the backend.
     pub fn run_to(&mut self, layer: usize, observer: &mut dyn Observer) -> Result<()> {
         let layers = self.model.layers.len();
         if layer >= layers {
@@ -272,7 +273,7 @@ impl<'a> Pass<'a> {
         Ok(self.queries.insert(queries))
     }
 
-    /// Starting with the next layer, adds up the attention that the sequences in `masses` pay to earlier
+    /// Starting with the next layer, sums the attention that the sequences in `masses` pay to earlier
     /// tokens.
     ///
     /// # Errors
@@ -357,7 +358,8 @@ impl<'a> Pass<'a> {
         let (layers, dense) = (self.model.layers.len(), self.model.dense.as_ref());
         let observed = self.observed.as_ref().is_some_and(|observed| observed.includes(self.layer));
         if observed {
-            // All rows need their queries, even in the last layer.
+            // The observed rows need queries even in the last layer, so the queries of all rows are
+            // computed.
             self.projected = Some(self.projected_rows()?);
         }
         // In the last layer, only rows whose logits are wanted continue. All other rows only store their
@@ -386,8 +388,8 @@ impl<'a> Pass<'a> {
         if observer.layer(self.layer, layers).is_break() { Err(Error::Cancelled) } else { Ok(()) }
     }
 
-    /// Returns true if the next layer's ordinary attention yields the attention weights that the observed
-    /// sequences sum, so that they need no attention of their own.
+    /// Returns true if the next layer's ordinary attention yields the weights to sum, so the observed
+    /// sequences need no separate attention computation.
     fn attends_as_observed(&self) -> bool {
         let work = self.rows.work_in(self.place().group);
         self.selections.is_none() && self.observed.as_ref().is_some_and(|observed| observed.is_plain(work))
@@ -413,8 +415,8 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns the keys and values of all rows, and the queries of the `wanted` rows, or of all rows if it is
-    /// `None`.
+    /// Returns the keys and values of all rows, and the queries of the `wanted` rows, or of all rows if
+    /// `wanted` is `None`.
     fn project(&mut self, wanted: Option<&Wanted>) -> Result<Projected> {
         let rows = self.rows.len();
         let asking = wanted.map_or(rows, |wanted| wanted.work.rows().len());

@@ -15,8 +15,8 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Returns the rows whose logits are requested, with their attention work in a group of layers. Returns
-    /// `None` if the logits of all rows are requested.
+    /// Returns the rows whose logits are requested, with their attention work in the given group of layers.
+    /// Returns `None` if the logits of all rows are requested.
     pub(super) fn of(rows: &BatchRows, group: usize, dense: &dyn Dense) -> Result<Option<Self>> {
         let wanted = rows.wanted(group).map(|(index, work)| Ok(Self { index: dense.index(index)?, work }));
         wanted.transpose()
@@ -26,7 +26,7 @@ impl Wanted {
 /// Checks that all tokens of a batch are in the vocabulary.
 ///
 /// # Errors
-/// Returns [`Error::TokenOutOfVocabulary`] for the first token that is not.
+/// Returns [`Error::TokenOutOfVocabulary`] for the first token outside it.
 pub(super) fn check_vocabulary(batch: &[SequenceInput], vocabulary: usize) -> Result<()> {
     let stray = batch.iter().flat_map(|s| &s.tokens).find(|&&token| token as usize >= vocabulary);
     stray.map_or(Ok(()), |&token| Err(Error::TokenOutOfVocabulary { token, vocabulary }))

@@ -79,7 +79,7 @@ impl Profiler {
         }
     }
 
-    /// Returns all spans by name.
+    /// Returns the statistics of all spans, by name.
     pub fn summary(&self) -> BTreeMap<&'static str, SpanStats> {
         self.report().spans
     }

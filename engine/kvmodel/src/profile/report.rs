@@ -36,7 +36,7 @@ impl SpanStats {
         self.total = self.total.saturating_add(took);
     }
 
-    /// Returns the average duration, or 0 if there is none.
+    /// Returns the average duration, or 0 if no span was recorded.
     pub fn mean(&self) -> Duration {
         let nanos = self.total.as_nanos().checked_div(u128::from(self.count)).unwrap_or(0);
         Duration::from_nanos(nanos.min(u128::from(u64::MAX)) as u64)
@@ -45,8 +45,7 @@ impl SpanStats {
 
 /// The spans and counters of a [`Profiler`](super::Profiler).
 ///
-/// The report is displayed as a table, with the longest total first. Its JSON has durations in
-/// seconds.
+/// The report is displayed as a table, with the longest total first. Its JSON has durations in seconds.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct ProfileReport {
     /// The spans by name.

@@ -1,8 +1,8 @@
 //! Rewrites the tag `generation` of chat templates, which marks the model's own words in training data.
 //!
 //! When a template is rendered, the block is just a scope, as in transformers if no mask of the model's
-//! tokens is requested. The template engine has no custom tags, so the source is rewritten: the words become
-//! `with` and `endwith`, and line numbers stay the same.
+//! tokens is requested. The template engine has no custom tags, so the source is rewritten: the tag names
+//! become `with` and `endwith`, and line numbers stay the same.
 
 // Decision: docs/decisions/models.md#a-generation-block-becomes-a-scope
 /// Returns a template's source with `with` and `endwith` in place of the tags `generation` and
@@ -24,7 +24,7 @@ pub(super) fn as_scopes(source: &str) -> String {
         let word = word(tag);
         match word {
             "endraw" => raw = false,
-            // Inside a raw block, only its end is a tag, so the text continues after the two characters.
+            // Inside a raw block, only `endraw` is a tag. The two characters are copied as text.
             _ if raw && tag.len() > 2 => {
                 out.push_str(&tag[..2]);
                 rest = &rest[start + 2..];
@@ -63,8 +63,7 @@ fn expression(text: &str, close: &str) -> usize {
     text.len()
 }
 
-/// Returns the word in a tag that consists of one word, without the tag's marks; an empty string if the tag
-/// is incomplete.
+/// Returns the text inside a tag, without the tag's marks, or an empty string if the tag is incomplete.
 fn word(tag: &str) -> &str {
     let Some(inner) = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")) else { return "" };
     inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim()

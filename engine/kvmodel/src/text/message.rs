@@ -58,8 +58,8 @@ impl Message {
     /// Parses a JSON list of objects with the fields `role` and `content`.
     ///
     /// # Errors
-    /// Returns [`Error::Messages`] with the line if the JSON is malformed, or with the message and the field
-    /// that is wrong.
+    /// Returns [`Error::Messages`]: with the line if the JSON is malformed, and otherwise with the message
+    /// and the field that is wrong.
     pub fn list(json: &str) -> Result<Vec<Self>> {
         let value: Value = serde_json::from_str(json).map_err(|error| {
             Error::Messages(format!("{error}; it must be a JSON list of objects with role and content"))

@@ -36,7 +36,7 @@ const TOKENIZER: &str = "tokenizer.json";
 /// The name of the file with the special tokens and the chat template.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// A placeholder for the content of a message, to find the text that a template writes before and after it.
+/// A placeholder for a message's content, used to find the text that a template writes around the content.
 /// It is a private-use character that no template writes and no prompt needs.
 const MESSAGE: &str = "\u{F8FE}";
 
@@ -45,8 +45,8 @@ impl TextCodec {
     /// `tokenizer_config.json`.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if a file cannot be read, and [`Error::File`] if one is malformed, with its
-    /// path.
+    /// Returns [`Error::Io`] if a file cannot be read, and [`Error::File`], with the path, if a file is
+    /// malformed.
     pub fn from_directory(dir: &Path) -> Result<Self> {
         let config_path = dir.join(TOKENIZER_CONFIG);
         let config = SmallFile::read_if_there(config_path.clone())?;
@@ -65,7 +65,7 @@ impl TextCodec {
     /// template.
     ///
     /// # Errors
-    /// Returns [`Error::File`], with the name of the file, if one is malformed.
+    /// Returns [`Error::File`], with the name of the file, if a file is malformed.
     pub fn from_bytes(tokenizer: &[u8], config: Option<&[u8]>) -> Result<Self> {
         let contents = |name, bytes| FileContents { path: Path::new(name), bytes };
         let config = config_of(config.map(|bytes| contents(TOKENIZER_CONFIG, bytes)))?;
@@ -73,8 +73,8 @@ impl TextCodec {
     }
 
     /// Parses a `tokenizer.json`, with the special tokens and the chat template from a
-    /// `tokenizer_config.json`. `place` names the source of the chat template: the file, and the field unless
-    /// it is the usual one.
+    /// `tokenizer_config.json`. `place` names the source of the chat template: the file, and the field if
+    /// it is not the usual one.
     pub(crate) fn of(tokenizer: FileContents<'_>, config: &Value, place: &str) -> Result<Self> {
         let FileContents { path, bytes } = tokenizer;
         let digest = blake3::hash(bytes);
@@ -86,7 +86,7 @@ impl TextCodec {
         Ok(Self { tokenizer, digest, template: ChatTemplate::of(config, place) })
     }
 
-    /// Returns the hash of tokenizer.json, which identifies the tokenizer in keys.
+    /// Returns the hash of `tokenizer.json`, which identifies the tokenizer in cache keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
     }

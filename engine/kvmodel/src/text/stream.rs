@@ -1,4 +1,4 @@
-//! The text of an answer as it grows, and stop strings that end it.
+//! Decodes an answer's text while it grows, up to a stop string.
 
 use std::ops::ControlFlow;
 
@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::model::Observer;
 
 // Decision: docs/decisions/models.md#stop-strings-belong-to-the-observer
-/// The text of an answer, token by token, up to a stop string.
+/// A decoder for an answer's text, token by token, up to a stop string.
 ///
 /// Text is held back as long as it may still change or may be the start of a stop string. A stop string
 /// itself is never returned. If a stream is the [`Observer`] of a request, the request ends at a stop string.
@@ -43,8 +43,8 @@ pub struct TextStream<'a> {
 }
 
 impl<'a> TextStream<'a> {
-    /// Creates a stream for an answer that ends before any string in `stop`. A stop string may also be a
-    /// special token's text, although answers never contain it.
+    /// Creates a stream for an answer that ends before the first occurrence of a string in `stop`. A stop
+    /// string may also be a special token's text, although answers never contain it.
     ///
     /// # Errors
     /// Returns [`Error::EmptyStop`] if a stop string is empty.
@@ -182,8 +182,8 @@ mod tests {
         TextCodec::from_bytes(tokenizer.to_string().as_bytes(), None).unwrap()
     }
 
-    /// Streams a string byte by byte. Returns the pieces joined by `|`, with the remaining text after `/`.
-    /// Also returns true if the stream stopped.
+    /// Streams a string byte by byte. Returns the pieces joined by `|`, with the remaining text after `/`,
+    /// and true if the stream stopped.
     fn stream(text: &str, stop: &[&str]) -> (String, bool) {
         let codec = codec();
         let mut stream = TextStream::new(&codec, stop.iter().map(|&s| s.to_owned())).unwrap();

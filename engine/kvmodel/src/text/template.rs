@@ -1,9 +1,9 @@
-//! Chat templates: render conversations as transformers does.
+//! Renders conversations with chat templates, as transformers does.
 //!
-//! The environment is the same as in `apply_chat_template`: `trim_blocks` and `lstrip_blocks`, loop controls,
-//! blocks of `generation`, `raise_exception`, `strftime_now`, a `tojson` without HTML escapes, the methods of
-//! Python's strings, lists and dictionaries, and the tokenizer's special tokens. There are neither `tools`
-//! nor `documents`.
+//! The environment is the same as in `apply_chat_template`: `trim_blocks` and `lstrip_blocks`, loop
+//! controls, `generation` blocks, `raise_exception`, `strftime_now`, a `tojson` without HTML escapes, the
+//! methods of Python's strings, lists and dictionaries, and the tokenizer's special tokens. The variables
+//! `tools` and `documents` are not available.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value as Variable};
@@ -24,14 +24,14 @@ const MORE_TOKENS: &str = "additional_special_tokens";
 /// A model's chat template, with the variables that do not depend on the conversation.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ChatTemplate {
-    /// The source of the template: the file, and the field unless it is the usual one.
+    /// The source of the template: the file, and the field if it is not the usual one.
     place: String,
     source: TemplateSource,
     special: Vec<(&'static str, Variable)>,
     clock: TemplateClock,
 }
 
-/// A template's source, or the reason that there is none.
+/// A template's source, or the reason why there is none.
 #[derive(Debug, Clone, Default)]
 enum TemplateSource {
     #[default]
@@ -154,7 +154,7 @@ impl TemplateSource {
     }
 }
 
-/// Calls a method on a value, as Python would. For methods that the template engine does not have.
+/// Calls a method that the template engine lacks on a value, as Python would.
 fn method(
     state: &mut minijinja::State,
     value: &Variable,

@@ -108,7 +108,7 @@ pub(super) struct AttendArgs {
     eights: u32,
 }
 
-/// The data of a call that all of its chunks share.
+/// The data that all chunks of a call share.
 pub(super) struct AttendCall<'a> {
     pub(super) op: &'a Attend,
     pub(super) latent: Option<&'a TensorView>,

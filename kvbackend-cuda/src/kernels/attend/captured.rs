@@ -27,7 +27,7 @@ const TASKS: usize = 5;
 /// Index of the list of merged rows in a plan with one chunk.
 const MERGED: usize = 6;
 
-/// A captured attention call, with everything that a replay needs to divide its own work.
+/// A captured attention call, with everything that a replay needs to divide its new work.
 struct GraphPlan {
     device: Arc<CudaDevice>,
     /// The captured operation, without its work.

@@ -1,5 +1,5 @@
-//! `attend_mass`: each thread block takes a tile of tokens and goes through all rows. A second kernel then
-//! adds the sums of all heads, always in the same order.
+//! `attend_mass`: each thread block handles a tile of tokens, and loops over all rows. A second kernel then
+//! adds up the sums of all heads, always in the same order.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{AttendMass, Counters, Error, Result};
@@ -11,7 +11,8 @@ use super::tiling::{self, KernelTiling, THREADS, grid};
 use crate::module::{CudaKernel, Module};
 use crate::queue::{Launch, Lowering, PlanChunk, SharedPlaces};
 
-/// The kernel that adds each token's sums from all units. A unit is one thread block's share of the heads.
+/// The kernel that adds up each token's sums from all units. A unit is one thread block's share of the
+/// heads.
 const ADD: CudaKernel = CudaKernel { module: Module::AttendMass, name: "attend_mass_add", shared: 0 };
 
 /// The argument of both kernels, as declared in `attend_mass.cu`.

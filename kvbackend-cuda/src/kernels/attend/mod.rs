@@ -1,11 +1,11 @@
 //! `attend` and `attend_mla`: attention of query tiles over runs of tokens, followed by a merge for tiles
 //! with several parts.
 //!
-//! An entry's rows are split into tiles, and the runs of each merge group of a tile into tasks. This keeps
-//! the whole device busy even if only a few rows attend to many tokens. A thread block works on one task, for
-//! the query heads that share a K and a V head. If a tile has only one task, that task writes the output
-//! directly. All other tasks write parts to scratch memory of limited size; a call with more parts runs in
-//! chunks of tiles.
+//! An entry's rows are split into tiles. For each tile and merge group, the runs are split into tasks. This
+//! keeps the whole device busy even if only a few rows attend to many tokens. A thread block works on one
+//! task, for the query heads that share a K and a V head. If a tile has only one task, that task writes the
+//! output directly. All other tasks write parts to scratch memory of limited size. If a call's parts do not
+//! fit there, the call runs in chunks of tiles.
 //!
 //! This division is stored on the device as an [`AttendPlan`](crate::queue::AttendPlan), which a step's
 //! layers share. Each layer adds the addresses of its keys, values, queries and results.
@@ -13,9 +13,9 @@
 //! | kernels | pools |
 //! |---|---|
 //! | `attend_bf16.cu`, `attend_f16.cu` | bf16, f16: tensor cores |
-//! | `attend_codes.cu` | int8, int4, fp8 with groups of whole sixteens: tensor cores |
-//! | `attend_*_latent.cu` | the same for latents and for values of more than 256 columns |
-//! | `attend_plain.cu` | all others, and keys that are stored unrotated |
+//! | `attend_codes.cu` | fp8, and int8 and int4 with a group size that is a multiple of 16: tensor cores |
+//! | `attend_*_latent.cu` | the same pools, for latents and for values of more than 256 columns |
+//! | `attend_plain.cu` | all other pools, and keys that are stored unrotated |
 //! | `attend_merge.cu` | parts |
 //! | `attend_mass.cu` | the attention mass, for all pools |
 

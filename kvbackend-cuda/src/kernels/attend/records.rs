@@ -5,14 +5,14 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 use kvcore::{QueryRow, Segment};
 
-/// The window size that means that there is no window. Kernels can add positions to it without overflow.
+/// The window size that stands for no window. Kernels can add positions to it without overflow.
 pub(super) const NO_WINDOW: i64 = 1 << 61;
 
 /// The part index of a task that writes the output directly.
 pub(super) const DIRECT: u32 = u32::MAX;
 
-/// The value of every byte in an absent record. No task has as many rows as this encodes, and no output row
-/// has this index.
+/// The value of every byte in an absent record. No task has the number of rows that these bytes encode, and
+/// no output row has the index that they encode.
 pub(super) const ABSENT: u8 = u8::MAX;
 
 /// Clamps a position so that the sum of a few positions cannot overflow. No prompt is long enough to reach
@@ -107,7 +107,7 @@ pub(super) struct TaskRecord {
     pub(super) lse_scale: f32,
 }
 
-/// An output row to merge: its index, the offset of its list of parts, and its groups.
+/// An output row to merge: its index, the offset of its list of parts, and the range of its groups.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct MergedRow {

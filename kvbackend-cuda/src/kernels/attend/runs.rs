@@ -34,18 +34,19 @@ pub(super) struct TileTask {
 /// A merge group's index, and a run of one of its segments.
 type GroupRun = (usize, RunRecord);
 
-/// A call's tiles, and the lists of selected tokens that their runs refer to. A list consists of pairs of a
-/// block index and a token's index in its segment.
+/// A call's tiles, and the lists of selected tokens that their runs refer to. Each entry of a list consists
+/// of a block index and a token's index in its segment.
 pub(super) struct CallTiles {
     pub(super) tiles: Vec<QueryTile>,
     pub(super) lists: Vec<u32>,
 }
 
 impl CallTiles {
-    /// Divides a call into tiles, in the order of its entries and rows. `tables` contains the offset of each
-    /// segment's block list, and the lists of selected tokens start at offset `first_list`. Splits a tile's
-    /// tokens in each merge group into tasks of limited length. The limit is at least [`SHORT`], and
-    /// otherwise gives the call about `busy` thread blocks. If `busy` is `None`, nothing is split.
+    /// Divides a call into tiles, in the order of its entries and rows. `tables` contains the offset of
+    /// each segment's block list, and the lists of selected tokens start at offset `first_list`. Splits a
+    /// tile's tokens in each merge group into tasks of limited length. The limit is at least [`SHORT`], and
+    /// is otherwise chosen so that the call has about `busy` thread blocks. If `busy` is `None`, nothing is
+    /// split.
     pub(super) fn of(
         op: &Attend,
         tiling: &KernelTiling,

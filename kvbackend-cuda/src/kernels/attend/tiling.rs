@@ -1,4 +1,4 @@
-//! The choice of the kernel for a call, and of the work of each of its thread blocks.
+//! Chooses the kernel for a call, and the work of each thread block.
 
 use kvcore::{Attend, DType, Error, KeyForm, KvFormat, Result, TensorView};
 
@@ -45,7 +45,7 @@ pub(super) struct KernelTiling {
 struct KernelFamily {
     /// The element type of the matrices.
     dtype: DType,
-    /// True if the pools contain codes that are widened to this type.
+    /// True if the pools contain codes that are widened to `dtype`.
     codes: bool,
     entries: &'static [TileKernel],
 }
@@ -186,12 +186,12 @@ impl KernelFamily {
         let rotated = op.rope.is_some();
         let terms = |entry: &TileKernel| {
             // Decision: docs/decisions/backend-cuda.md#attention-splits-its-f32-operands
-            // Three bf16 terms are exact.
+            // Three bf16 terms represent an f32 exactly.
             let many = if entry.queries <= 32 && self.dtype == DType::BF16 { 3 } else { 2 };
             let terms = |dtype: DType, rotated: bool| if dtype == self.dtype && !rotated { 1 } else { many };
             (terms(op.q.dtype(), rotated), latent.map_or(0, |view| terms(view.dtype(), false)))
         };
-        // Skips a block size of which less than half would be used.
+        // Skips kernels for which at most half of a block's queries would be used.
         let entry = self.entries.iter().find(|entry| {
             entry.columns >= s.v_dim
                 && (entry.latent || latent.is_none())

@@ -28,7 +28,7 @@ use weight::{HeadMatrices, HeldForm, HostWeight, StoredMatrix};
 /// Projection and embedding matrices keep their stored type, unless a [`WeightFormat`] asks for another one,
 /// and are multiplied in f32: weights are not widened in memory, and activations are not rounded.
 ///
-/// Matrix products and the steps between them run on a CPU backend's threads, which exist as long as the
+/// Matrix products and the steps between them run on a CPU backend's threads, which live as long as the
 /// backend. candle stores the tensors and copies their rows, but does not start threads.
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {

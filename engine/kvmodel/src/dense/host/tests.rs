@@ -107,7 +107,7 @@ fn heads_have_matrices_of_their_own_transposed_or_not() {
     let y = STEPS.by_head(&activations, direct.as_ref()).unwrap();
     assert_eq!(y.shape(), [2, 3, 5]);
     close(&read(&y), &expected, 1e-6);
-    // The same matrices, stored as their transposes.
+    // The same matrices, stored transposed.
     let turned: Vec<f32> = (0..60).map(|i| m[(i / 20 * 4 + i % 4) * 5 + i / 4 % 5]).collect();
     let turned = weight(&[3, 5, 4], &turned, WeightUse::ByHeadTransposed);
     close(&read(&STEPS.by_head(&activations, turned.as_ref()).unwrap()), &expected, 1e-6);
@@ -197,8 +197,8 @@ fn q8_0(seed: usize) -> (Vec<u8>, Vec<f32>) {
 }
 
 /// Returns a `Q4_K` block and its elements, following the layout in ggml-common.h: `d` and `dmin` in f16,
-/// eight pairs of six bits in 12 bytes, and 256 elements of four bits. Each 64 elements share 32 bytes, low
-/// halves first.
+/// eight pairs of six-bit numbers in 12 bytes, and 256 four-bit elements. Each group of 64 elements shares
+/// 32 bytes, with its first 32 elements in the low halves.
 fn q4_k(seed: usize) -> (Vec<u8>, Vec<f32>) {
     let (d, dmin) = (f16::from_f32(0.002 * (seed + 1) as f32), f16::from_f32(0.003));
     let scales: Vec<u8> = (0..8).map(|j| ((j * 23 + seed * 5 + 17) % 64) as u8).collect();
