@@ -108,8 +108,8 @@ impl GpuDevice {
     }
 
     /// Returns the kernel with the given constants, which is compiled on first use. `texts` declares the
-    /// constants that WGSL needs in its source code. It must depend only on `constants`, which identify a
-    /// cached kernel.
+    /// constants that WGSL needs in its source code. Equal `constants` must always come with the same
+    /// `texts`, because they identify a kernel in the cache.
     pub(crate) fn pipeline(
         &self,
         shader: Shader,
@@ -125,7 +125,7 @@ impl GpuDevice {
         })
     }
 
-    /// Reserves addresses for a storage of `bytes` bytes. Returns the first one.
+    /// Reserves addresses for a storage of `bytes` bytes. Returns the first address.
     pub(crate) fn address(bytes: usize) -> u64 {
         let size = (bytes as u64).next_multiple_of(ADDRESS_ALIGN);
         NEXT_ADDRESS.fetch_add(size, Ordering::Relaxed)

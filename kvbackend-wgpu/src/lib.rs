@@ -29,8 +29,8 @@
 //!
 //! # Limits of the interface
 //! wgpu cannot reserve addresses. A [reserved](kvcore::Backend::reserve) storage frees its memory only when
-//! its last mapped part is unmapped. Its address is an index, and views of it stay valid. `pinned` and
-//! `system` memory need an adapter that binds host memory (`MAPPABLE_PRIMARY_BUFFERS`).
+//! its last mapped part is unmapped. The storage's address is an index, and views of the storage stay valid.
+//! `pinned` and `system` memory need an adapter that binds host memory (`MAPPABLE_PRIMARY_BUFFERS`).
 //!
 //! ```
 //! use kvbackend_wgpu::WgpuBackend;

@@ -29,7 +29,7 @@ pub struct WgpuStorage {
     kind: MemoryKind,
     address: u64,
     len: usize,
-    /// For each granule of a reserved storage, whether it is mapped; empty for other storages.
+    /// For each granule of a reserved storage, true if the granule is mapped. Empty for other storages.
     granules: Mutex<Vec<bool>>,
 }
 
@@ -88,7 +88,7 @@ impl WgpuStorage {
         Self { device, buffer: Mutex::new(buffer), kind, address, len, granules: Mutex::new(granules) }
     }
 
-    /// Returns the buffer. Its length is at least that of the storage, and a multiple of 4 bytes.
+    /// Returns the buffer. Its length is at least the storage's length, and a multiple of 4 bytes.
     pub(crate) fn buffer(&self) -> Result<Buffer> {
         self.buffer.lock().clone().ok_or_else(|| Error::Device {
             backend: NAME,

@@ -49,8 +49,8 @@ impl Shader {
         }
     }
 
-    /// Returns for each binding whether it is declared as writable. A binding must be writable if the kernel
-    /// writes it, or if it may share its buffer with a binding that the kernel writes.
+    /// Returns, for each binding, true if it is declared as writable. A binding must be writable if the
+    /// kernel writes it, or if it may share its buffer with a binding that the kernel writes.
     fn written(self) -> &'static [bool] {
         match self {
             Self::CopyUnits | Self::CopyBytes | Self::Sums => &[false, true, true],

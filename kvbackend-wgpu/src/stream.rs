@@ -1,8 +1,8 @@
 //! Streams and events on a device's only queue.
 //!
 //! A stream records commands, and submits them when something waits for them, when another stream must run
-//! after them, or when there are many. The queue runs submissions in order. Without a wait between two
-//! streams, the order of their submissions is arbitrary.
+//! after them, or when there are many commands. The queue runs submissions in order. Without a wait between
+//! two streams, the order of their submissions is arbitrary.
 
 use std::any::Any;
 use std::fmt;

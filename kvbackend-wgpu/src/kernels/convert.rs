@@ -86,8 +86,8 @@ pub(super) struct ConversionTurn<'a> {
     pub(super) factor: f32,
 }
 
-/// A conversion of rows of `dim` elements from `source` to `dest`. Offsets are in elements of the source and
-/// destination, and in scales of both.
+/// A conversion of rows of `dim` elements from `source` to `dest`. The rows' offsets are in elements, and
+/// their scales' offsets are in scales.
 pub(super) struct Conversion<'a> {
     pub(super) source: RowEnd,
     pub(super) dest: RowEnd,
@@ -154,7 +154,7 @@ impl Conversion<'_> {
     }
 }
 
-/// Returns the strides of a plane's scales, or 0 if it has none.
+/// Returns the strides of a plane's scales, or zeros if the plane has no scales.
 pub(super) fn scale_strides(plane: &KvPlane) -> kvcore::PlaneStrides {
     let none = kvcore::PlaneStrides { layer: 0, block: 0, head: 0, token: 0 };
     plane.scales.map_or(none, |(_, scales)| scales.strides)

@@ -32,7 +32,7 @@ pub(super) struct Copy {
     pub(super) row: u64,
 }
 
-/// Returns the offsets of a row in source and destination. The buffers of scales are unused.
+/// Returns the offsets of a row in the source and in the destination. The offsets of scales are unused.
 pub(super) fn place(source: u64, dest: u64) -> RowPlace {
     let mut place = [0; SIDES];
     (place[0], place[1]) = (source, dest);

@@ -1,7 +1,8 @@
 //! The offsets of rows, and the parts of buffers that must be bound to reach these rows.
 //!
 //! A kernel counts in 32 bits from the start of a binding, and a device can bind only a limited part of a
-//! buffer at once. Rows that are further apart are moved by several dispatches, each with its own windows.
+//! buffer at once. Rows that are too far apart for one binding are moved by several dispatches, each with its
+//! own windows.
 
 use std::collections::BTreeMap;
 

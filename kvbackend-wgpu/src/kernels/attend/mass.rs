@@ -1,6 +1,6 @@
-//! `attend_mass`: workgroups of `mass.wgsl` take tiles of tokens, each for the query heads that share keys,
-//! and go through all rows. `sums.wgsl` runs before and after it: first it copies the log-sum-exps to the
-//! scratch memory, and finally it adds the sums of all heads, always in the same order.
+//! `attend_mass`: each workgroup of `mass.wgsl` handles a tile of tokens, for the query heads that share
+//! keys, and loops over all rows. `sums.wgsl` runs before and after `mass.wgsl`: first, it copies the
+//! log-sum-exps to the scratch memory; finally, it adds up the sums of all heads, always in the same order.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(crate) fn attend_mass(queue: &Queue, mass: &AttendMass) -> Result<Vec<Dispat
     if mass.sums.is_empty() {
         return Ok(Vec::new());
     }
-    // The rows that can be bound at once.
+    // The maximum number of rows that can be bound at once.
     let views = [Some(&op.q), mass.q_latent.as_ref(), Some(lse)].into_iter().flatten();
     let most = views.map(|view| most_rows(device, view)).min().unwrap_or(1);
     let mut work = Vec::new();
@@ -42,7 +42,7 @@ pub(crate) fn attend_mass(queue: &Queue, mass: &AttendMass) -> Result<Vec<Dispat
     Ok(work)
 }
 
-/// Adds the weights of an entry with some of the rows.
+/// Adds the attention weights of `entry`, which contains only as many rows as can be bound at once.
 fn add_rows(queue: &Queue, mass: &AttendMass, lse: &TensorView, entry: &AttendRows) -> Result<Vec<Dispatch>> {
     let (device, op) = (queue.device(), &mass.attend);
     // A tiling for the rows of this entry alone would need another pipeline.
@@ -88,7 +88,7 @@ fn add_rows(queue: &Queue, mass: &AttendMass, lse: &TensorView, entry: &AttendRo
     Ok(work)
 }
 
-/// Returns a run of `sums.wgsl` over `count` elements.
+/// Returns a dispatch of `sums.wgsl` over `count` elements.
 fn sums(
     device: &Arc<GpuDevice>,
     add: bool,
@@ -101,7 +101,7 @@ fn sums(
     Ok(Dispatch { pipeline, args, bindings, groups, keeps: None })
 }
 
-/// Binds the sums. Also returns the offset of the first one in the binding, in elements.
+/// Binds the sums. Also returns the offset of the first sum in the binding, in elements.
 fn bound_sums(device: &Arc<GpuDevice>, view: &TensorView) -> Result<(Binding, u32)> {
     let start = 4 * view.offset() as u64;
     let first = start % device.binding_align();

@@ -1,11 +1,11 @@
 //! `attend` and `attend_mla`: tiles of queries attend to parts of the tokens that they see, and the parts are
 //! then merged.
 //!
-//! An entry's rows are divided into tiles, the tokens that a tile sees into runs of one segment each, and the
-//! runs of a merge group into parts. This keeps the device busy even if only a few rows attend to many
-//! tokens. Each part of a tile is a task of `attend.wgsl`, which computes an unnormalised softmax;
-//! `merge.wgsl` normalises it. Parts are in a scratch buffer of limited size: a call with more parts than fit
-//! runs in chunks of tiles.
+//! An entry's rows are divided into tiles. The tokens that a tile sees are divided into runs, each within one
+//! segment, and the runs of a merge group are divided into parts. This keeps the device busy even if only a
+//! few rows attend to many tokens. Each part of a tile is a task of `attend.wgsl`, which computes an
+//! unnormalised softmax; `merge.wgsl` normalises it. Parts are in a scratch buffer of limited size. If a
+//! call's parts do not fit there, the call runs in chunks of tiles.
 //!
 //! A [`WindowedPlan`] describes this division, and the layers of a step share it. Each layer adds its
 //! parameters, such as the offsets of its keys, values, queries and results.
@@ -74,7 +74,7 @@ fn run(queue: &Queue, plans: &Plans, op: &Attend, latent: Option<&TensorView>) -
     Ok(work)
 }
 
-/// The data of a call that all of its chunks share.
+/// The data that all chunks of a call share.
 struct WindowedCall<'a> {
     device: &'a Arc<GpuDevice>,
     op: &'a Attend,

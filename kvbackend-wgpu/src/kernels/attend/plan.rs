@@ -109,7 +109,8 @@ impl Plans {
     ) -> Result<(Arc<WindowedPlan>, usize)> {
         let shape = op.arena.layout().shape();
         let heads = op.q.shape()[1];
-        // A part has the sum of the values, the largest score, and the sum of the weights.
+        // For each head, a part has the weighted sum of the values, the largest score, and the sum of the
+        // weights.
         let part_bytes = heads as u64 * 4 * (shape.v_dim as u64 + 2);
         let views = [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten();
         let key = WindowedPlanKey {

@@ -106,9 +106,8 @@ impl SeenRun {
 /// A merge group's index, and a run of one of its segments.
 type GroupedRun = (usize, SeenRun);
 
-/// Returns a call's tiles, in the order of its entries and rows.
-///
-/// A tile has at most about `most` parts, each with one row.
+/// Returns a call's tiles, in the order of its entries and rows. A tile has at most about `most` parts. A
+/// part is a task's result for one row and all heads.
 pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<RowTile> {
     let mut seen: Vec<(Range<usize>, Vec<GroupedRun>)> = Vec::new();
     for entry in op.work.batch() {

@@ -15,7 +15,8 @@ const THREADS: usize = 128;
 /// The maximum number of queries per workgroup. Each tile of keys is read once for all of them.
 const QUERIES: usize = 16;
 
-/// The number of tokens per tile, if they fit. Each thread then has at most one group of four logits.
+/// The number of tokens per tile, if so many fit in the workgroup memory. Each thread then has at most one
+/// group of four logits.
 const TOKENS: usize = 4 * THREADS / QUERIES;
 
 /// The shape of a workgroup's work.
@@ -49,7 +50,7 @@ impl Tiling {
         // query.
         let words = |queries: usize, tokens: usize| {
             let quads = queries.div_ceil(4);
-            // The size of each of the six arrays may be rounded up to 16 bytes.
+            // The size of each of the six arrays may be rounded up to a multiple of 16 bytes.
             4 * quads * (s.k_dim + latent_dim + shares(quads, tokens) * tokens + 2) + tokens * widest + 24
         };
         for most in [QUERIES, 8, 4, 2, 1] {

@@ -11,7 +11,7 @@ use crate::device::{GpuDevice, NAME};
 use crate::memory;
 use crate::pipeline::Binding;
 
-/// The windows that contain a block: one index each for K, V, and the scales of K and V.
+/// The windows that contain a block: the index of the window for K, for V, for K's scales and for V's scales.
 pub(super) type WindowKey = [u32; 4];
 
 /// The rows of K, of V, or of the scales of either.
