@@ -45,8 +45,8 @@ class Ropes:
 class Arena:
     """The keys and values of all layers, in blocks in a device's memory.
 
-    Operations return when they are done. Tensors are used in place: during a call, nothing else may use their
-    elements, nor the blocks being written.
+    Operations return when they are done. Tensors are used in place: during a call, nothing else may use the
+    tensors' elements or the blocks that the call writes.
     """
 
     def __new__(
@@ -543,7 +543,7 @@ class KVCache:
     @property
     def cache_received_indicator(self) -> ReceivedMatrix | None: ...
     def get_data(self) -> Tensor:
-        """Returns all tokens so far in contiguous memory: the cache's own if it is full, otherwise a copy."""
+        """Returns all tokens so far in contiguous memory: the cache's own if the cache is full, otherwise a copy."""
 
     def reset(self) -> None: ...
 
