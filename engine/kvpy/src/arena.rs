@@ -22,8 +22,8 @@ use crate::tensor::{Integers, read, written};
 
 /// The keys and values of all layers, in blocks in a device's memory.
 ///
-/// Operations return when they are done. Tensors are used in place: during a call, nothing else may use their
-/// elements, nor the blocks being written.
+/// Operations return when they are done. Tensors are used in place: during a call, nothing else may use the
+/// tensors' elements or the blocks that the call writes.
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct Arena {
     device: Arc<ArenaDevice>,
@@ -71,8 +71,8 @@ impl Arena {
 #[pymethods]
 impl Arena {
     /// Allocates `num_blocks` blocks on `device`: `"cpu"`, `"cuda"` or `"cuda:N"`. On a CPU, memory is only
-    /// taken up when blocks are first written. `memory` is `"device"` for the device's own memory, or
-    /// `"host"` for host memory that the device can access.
+    /// used up when blocks are first written. `memory` is `"device"` for the device's own memory, or `"host"`
+    /// for host memory that the device can access.
     #[new]
     #[pyo3(signature = (*, num_layers, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "cpu", memory = "device"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]

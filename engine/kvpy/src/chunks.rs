@@ -109,7 +109,7 @@ impl PyPieceHold {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.cached_position_start())
     }
 
-    /// The hash that the piece is found by.
+    /// The hash by which the piece is found.
     #[getter]
     fn chunk_hash(&self) -> PyResult<PyChunkHash> {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.chunk_hash().into())
@@ -236,7 +236,7 @@ impl PyChunkCacheManager {
         self.0.clear();
     }
 
-    /// Evicts one piece that is not held. `cache_policy` determines which; by default, it is the least
+    /// Evicts one piece that is not held. `cache_policy` determines which piece; by default, it is the least
     /// recently used one. Returns false if nothing could be evicted.
     fn evict_lru(&self) -> bool {
         self.0.evict_lru()
@@ -247,7 +247,7 @@ impl PyChunkCacheManager {
         PyChunkCacheMetrics::from(self.0.metrics())
     }
 
-    /// Recounts everything. Raises an error that names the first count that is wrong.
+    /// Checks all internal counts by recounting. Raises an error that names the first count that is wrong.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }

@@ -36,8 +36,8 @@ fn strides<const N: usize>(tensor: &ForeignTensor, what: &str) -> PyResult<[usiz
     <[usize; N]>::try_from(tensor.strides.as_slice()).map_err(|_| wrong())
 }
 
-/// Returns the shape of a layer whose rows are keys followed by values, its strides for blocks, heads and
-/// tokens, and the number of elements per key.
+/// Returns three values for a layer in which a value follows each key: its shape, its strides for blocks,
+/// heads and tokens, and the number of elements per key.
 fn row_axes(tensor: &ForeignTensor) -> PyResult<(ForeignShape, [usize; 3], usize)> {
     let [block, head, token, element] = strides(tensor, "a layer")?;
     let both = tensor.shape[3];

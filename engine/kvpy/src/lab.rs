@@ -1,4 +1,4 @@
-//! Questions about notes, and comparisons of answers, for the gate of a model inside vLLM.
+//! Questions about notes, and comparisons of answers, to check a model that runs inside vLLM.
 
 use kvlab::{QuestionKind, Texts};
 use pyo3::exceptions::PyValueError;

@@ -22,7 +22,7 @@
 //! | `foreign`, `npu`, `runs` | caches of other engines on the host, a GPU or an NPU; rows as Python names them |
 //! | `managers` | the managers of `kvmanager`: blocks, sequences and requests by ID, and ranks' caches |
 //! | `llm`, `sampling` | `LLM`, `RequestOutput`, `SamplingParams` |
-//! | `lab` | questions for the gate of a model inside vLLM |
+//! | `lab` | questions to check a model that runs inside vLLM |
 //! | `device`, `names` | devices and element types by their names |
 //! | `tensor`, `export` | other libraries' tensors used here; this module's tensors used elsewhere |
 //! | `error` | `KvCacheError`, from the errors of the crates below |

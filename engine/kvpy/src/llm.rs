@@ -105,7 +105,7 @@ impl Llm {
     }
 
     /// Locks the engine. Waits without holding Python's lock, because the thread that has locked the engine
-    /// may need it.
+    /// may need Python's lock.
     fn engine(&self, py: Python<'_>) -> MutexGuard<'_, Engine> {
         self.engine.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
@@ -179,12 +179,12 @@ impl Llm {
     /// Loads a Hugging Face folder or a GGUF file on `device`: `"cpu"`, `"cuda"`, `"cuda:N"`, `"ascend"` or
     /// `"ascend:N"`.
     ///
-    /// `chunk_cache_config` determines the separator at which a string is cut and the tokens that its chunks
-    /// see. `recompute` (`"none"`, `"link:K"`, `"question:R"`, …) is the strategy that chooses the document
-    /// tokens to recompute. If neither is given, the half of the document tokens to which the question
-    /// attends most is recomputed, which gave the best answers of all measured settings. If only
-    /// `chunk_cache_config` is given, nothing is recomputed. Without `enable_chunk_cache`, prompts are
-    /// answered with ordinary attention.
+    /// `chunk_cache_config` determines the separator at which a string is cut and the tokens that the
+    /// resulting chunks see. `recompute` (`"none"`, `"link:K"`, `"question:R"`, …) is the strategy that
+    /// chooses the document tokens to recompute. If neither is given, the half of the document tokens to
+    /// which the question attends most is recomputed, which gave the best answers of all measured settings.
+    /// If only `chunk_cache_config` is given, nothing is recomputed. Without `enable_chunk_cache`, prompts
+    /// are answered with ordinary attention.
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, decoys = None, dtype_name = "float32",
@@ -237,7 +237,7 @@ impl Llm {
     }
 
     /// Answers prompts in one batch, and returns the answers in the order of the prompts. A prompt is a
-    /// string, which is cut at the separator, a list of token IDs, or a `ChunkedPrompt`. A list of
+    /// string (which is cut at the separator), a list of token IDs, or a `ChunkedPrompt`. A list of
     /// `sampling_params` has one entry per prompt. With `chat`, a string becomes the user's message in the
     /// model's chat template.
     #[pyo3(signature = (prompts, sampling_params = None, *, chat = false))]
@@ -272,8 +272,8 @@ impl Llm {
         let engine: &mut Engine = &mut guard;
         let answered = self.answer(py, engine, prompts, &params);
         if answered.is_err() {
-            // One more step ends the requests that were not answered, so nothing stays held. The first
-            // failure is reported.
+            // One more step ends the requests that were not answered, so nothing stays held. Its result is
+            // dropped, because the first failure is the one to report.
             drop(py.detach(|| engine.step()));
         }
         answered

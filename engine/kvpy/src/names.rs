@@ -24,7 +24,7 @@ pub(crate) fn text_of(object: &Bound<'_, PyAny>) -> PyResult<String> {
     Ok(name.as_ref().unwrap_or(object).str()?.to_string())
 }
 
-/// Returns the value that a configuration calls `name`.
+/// Returns the value that configurations call `name`. `what` is the name of the setting in errors.
 ///
 /// # Errors
 /// Returns a `ValueError` that lists the known names.

@@ -45,7 +45,7 @@ pub(crate) fn numbers(ids: &[BlockId]) -> Vec<u32> {
 impl PyBlockPool {
     /// Creates a pool of blocks `start` to `start + num_blocks - 1`. `policy` determines which cached blocks
     /// are evicted first: `"lru"`, `"s3-fifo"`, `"tiny-lfu"` or `"priority"`. A cached block expires after
-    /// `ttl` seconds, or never if it is `None`.
+    /// `ttl` seconds, or never if `ttl` is `None`.
     #[new]
     #[pyo3(signature = (num_blocks, *, start = 0, policy = "lru", ttl = None))]
     fn new(num_blocks: u32, start: u32, policy: &str, ttl: Option<f64>) -> PyResult<Self> {
@@ -65,7 +65,7 @@ impl PyBlockPool {
         Ok(PyMutableBlocks::new(self.0.allocate(n).map_err(CallError::from)?))
     }
 
-    /// Acquires the blocks for the longest prefix of a chain of keys that the pool knows.
+    /// Acquires the blocks for the longest prefix of `keys` whose blocks are all in the pool.
     fn lookup(&self, keys: Vec<[u8; 32]>) -> PySharedBlocks {
         PySharedBlocks(Mutex::new(Some(self.0.lookup_chain(&keys_of(keys)))))
     }
@@ -97,7 +97,7 @@ impl PyBlockPool {
         self.0.clear_cached()
     }
 
-    /// Recounts everything. Raises an error that names the first count that is wrong.
+    /// Checks all internal counts by recounting. Raises an error that names the first count that is wrong.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }

@@ -54,9 +54,9 @@ pub(crate) struct PyAttendWork(pub(crate) Arc<kvcore::AttendWork>);
 
 #[pymethods]
 impl PyAttendWork {
-    /// Creates the work for a batch. Each entry has a request's number of query rows and the segments that it
-    /// attends to, in the order of the rows. The rows are the last tokens of the last segment. A row sees all
-    /// tokens whose logical index is at most its own.
+    /// Creates the work for a batch. Each entry consists of a request's number of query rows and the segments
+    /// that the rows attend to. The rows are the last tokens of the last segment. A row sees all tokens whose
+    /// logical index is at most its own.
     #[new]
     fn new(batch: Vec<(usize, Vec<PyRef<'_, PySegment>>)>) -> PyResult<Self> {
         let (mut rows, mut entries) = (Vec::new(), Vec::new());

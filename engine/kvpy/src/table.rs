@@ -139,12 +139,13 @@ impl PyBlockTable {
         Ok(self.with(kvcore::BlockTable::unshare_tail)?.map(PyTailCopy))
     }
 
-    /// Removes all tokens after the first `length`.
+    /// Removes all tokens after the first `length` tokens.
     fn truncate(&self, length: usize) -> PyResult<()> {
         self.with(|table| table.truncate(length))
     }
 
-    /// Shares the next full blocks under their keys, for lookups to find. Their slots must have been filled.
+    /// Shares the next full blocks under their keys, for lookups to find. The blocks' slots must have been
+    /// filled.
     #[pyo3(signature = (keys, parent = None))]
     fn share_full(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<()> {
         let parent = parent.map(kvcore::BlockKey::from_bytes);

@@ -11,7 +11,7 @@ struct Aim {
     limit: &'static str,
     /// The size that the target applies to; `None` for any size.
     size: Option<f64>,
-    /// The minimum ratio.
+    /// The minimum ratio of the limit's time to the row's time.
     least: f64,
     /// True if a run fails when it misses the target. Such a target leaves room for noise on any machine.
     required: bool,

@@ -24,8 +24,8 @@ use std::time::Instant;
 /// the maximum, the turns end once every piece of work has run for that time in total.
 const TURNS: (usize, usize, f64) = (3, 60, 0.4);
 
-/// A time in seconds. Once all pieces of work together have run for that time, the turns end after the
-/// minimum number.
+/// A time in seconds. After the minimum number of turns, the turns also end once all pieces of work together
+/// have run for this time.
 const ENOUGH_OF_ALL: f64 = 3.0;
 
 /// Returns the time that each piece of work takes, in seconds: the best of several turns, after a

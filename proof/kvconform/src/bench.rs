@@ -11,7 +11,7 @@ use kvcore::{
 
 use crate::oracle;
 
-/// The reason that a case failed.
+/// The reason why a case failed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Failure {
     /// A description of the expected and the actual result.
@@ -177,7 +177,7 @@ pub(crate) fn half_spacing(dtype: DType) -> f32 {
 }
 
 /// Checks that `actual` is `expected`, computed in f32 and rounded once to nearest. Allows half a spacing and
-/// a little extra for f32 arithmetic. Truncation has twice that error and fails.
+/// a little extra for f32 arithmetic. Truncation would have twice that error, and fails.
 pub(crate) fn rounded_once(what: &str, dtype: DType, actual: &[f32], expected: &[f32]) -> Outcome {
     for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
         let allowed = half_spacing(dtype) * e.abs() + 1e-5;

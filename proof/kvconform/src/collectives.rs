@@ -158,7 +158,8 @@ impl TestedRank<'_> {
         self.expect(&format!("an all-reduce ({op:?})"), &view, &expected)
     }
 
-    /// Every rank receives from the previous rank, and then sends to the next one.
+    /// Passes a tensor from rank to rank: each rank receives it from the previous rank, and sends it to the
+    /// next one.
     fn passes_on(self, dtype: DType, n: usize) -> Outcome {
         let (rank, first) = (self.of.rank(), Self::bytes(0, 1, dtype, n)?);
         let view = self.tensor(dtype, &[n])?;

@@ -18,7 +18,7 @@ pub fn upload(backend: &dyn Backend, dtype: DType, shape: &[usize], bytes: &[u8]
     Ok(view)
 }
 
-/// Returns the bytes of a dense view, after the stream's work so far.
+/// Waits for the stream's work so far, and returns the bytes of a dense view.
 ///
 /// # Errors
 /// Returns the errors of the read.

@@ -145,7 +145,7 @@ impl PyKvCache {
     }
 
     /// Returns all tokens so far, `[B, H, current_length, D]` or `[layers, B, H, current_length, D]`, in
-    /// contiguous memory: the cache's own if it is full, otherwise a copy.
+    /// contiguous memory: the cache's own memory if the cache is full, otherwise a copy.
     fn get_data(&self, py: Python<'_>) -> PyResult<PyTensor> {
         let backend = self.0.device.backend();
         self.give(self.0.run(py, |own, stream| {

@@ -49,7 +49,7 @@ impl PyKvStorageManager {
     }
 
     /// Frees all of a request's blocks, and returns the number of blocks. Raises `KvCacheError` for an
-    /// unknown request, which the design that this method is based on ignores.
+    /// unknown request. (The design that this method is based on ignores such a request.)
     fn release_blocks(&self, request_id: u64) -> PyResult<usize> {
         Ok(self.own.release(request_id).map_err(CallError::from)?)
     }

@@ -133,8 +133,8 @@ fn blocks(range: std::ops::Range<u32>) -> Arc<[BlockId]> {
     range.map(BlockId).collect()
 }
 
-/// Returns a step of two sequences, whose own tails have the given numbers of tokens. Both see the chunks,
-/// each given as `(blocks, length, offset)`.
+/// Returns a step of two sequences, whose own tails have the given numbers of tokens. Both sequences see the
+/// chunks, each given as `(blocks, length, offset)`.
 fn step(chunks: &[(std::ops::Range<u32>, usize, i64)], tails: [usize; ROWS]) -> StepInputs {
     let (mut rows, mut batch, mut slots) = (Vec::new(), Vec::new(), Vec::new());
     for (row, (first, tail)) in [10u32, 26].into_iter().zip(tails).enumerate() {
@@ -159,7 +159,7 @@ fn step(chunks: &[(std::ops::Range<u32>, usize, i64)], tails: [usize; ROWS]) -> 
     }
 }
 
-/// Returns a step of two sequences without chunks. The first has `n` tokens.
+/// Returns a step of two sequences without chunks. The first sequence has `n` tokens.
 pub(crate) fn own_tokens(n: usize) -> StepInputs {
     step(&[], [n, 3])
 }
@@ -235,7 +235,7 @@ fn replays<'a>(eager: &DecodeStep<'a>, replayed: DecodeStep<'a>) -> Outcome {
 pub(super) fn replays_follow_each_other_without_a_wait(b: &Bench) -> Outcome {
     let decode = DecodeStep::new(b, b.dtype.into(), (32, 64))?;
     let steps = steps();
-    // Steps read data that other steps have written, so results are the same only after the first round.
+    // Steps read data that other steps have written, so the results repeat only after the first round.
     let mut expected = Vec::new();
     for step in steps.iter().chain(&steps) {
         decode.enqueue(step)?;
@@ -385,7 +385,7 @@ pub(super) fn a_cache_captures_again_what_has_outgrown_its_graph(b: &Bench) -> O
     let outgrown = graph.replay(&large);
     ensure(matches!(outgrown, Ok(()) | Err(Error::GraphOutgrown { .. })), || format!("{outgrown:?}"))?;
     let again = if outgrown.is_ok() { GraphRun::Replayed } else { GraphRun::Captured };
-    // The replay may have written to the pool, so both start from the same step.
+    // The replay may have written to the pool, so both pools are set to the same state by the same step.
     eager.enqueue(&large)?;
     cached.enqueue(&large)?;
     let (mut cache, key) = (GraphCache::new(1), GraphKey::of(&small, b.dtype));

@@ -61,7 +61,8 @@ fn check_entries(
     Ok(())
 }
 
-/// Rows of several sequences: a question after a chunk at an offset, a decode row, and a sequence of its own.
+/// Rows of several sequences: a question after a chunk at an offset, a decode row, and a row without reused
+/// tokens.
 pub(super) fn weights_are_added_for_each_token(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
         let at = rows(&[(9, 46), (10, 47), (3, 3), (30, 507), (4, 4)]);

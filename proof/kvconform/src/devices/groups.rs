@@ -64,8 +64,8 @@ pub trait GroupRig: DeviceRig {
     /// Returns a backend of another kind, whose memory and streams every rank must refuse.
     fn foreign(&self) -> Arc<dyn Backend>;
 
-    /// Makes the library for collectives give up starting a group within a second, until the double is reset.
-    /// Does nothing if the library does not wait for ranks.
+    /// Makes the library for collectives give up the start of a group after at most a second, until the
+    /// double is reset. Does nothing if the library does not wait for ranks.
     fn shorten_patience(&self) {}
 
     /// Returns whether ranks are threads that use host memory. In that case, all devices are the same,
@@ -290,7 +290,7 @@ pub(super) fn a_group_that_is_not_whole_in_time_does_not_start<R: GroupRig>(rig:
         |error| matches!(error, Error::Unsupported { what, .. } if what.contains("device 0")),
     )?;
     same("another group of the device", ranks[0].sum(), Ok(()))?;
-    // A rank that has timed out leaves nothing once the library returns to it.
+    // A rank that has timed out leaves nothing behind once the library's call has returned.
     let end = Instant::now() + Duration::from_secs(10);
     while left() != before && Instant::now() < end {
         thread::sleep(Duration::from_millis(1));

@@ -51,7 +51,7 @@ pub trait DeviceRig: Sync {
     /// Returns the controls of the driver's double, or `None` on real devices.
     fn double(&self) -> Option<&dyn DriverDouble>;
 
-    /// Returns a copy from freed memory, which loses the device when it runs.
+    /// Returns a copy that reads freed memory. When the copy runs, the device is lost.
     ///
     /// # Errors
     /// Returns the errors of the allocations.
@@ -73,7 +73,7 @@ pub trait DriverDouble {
     /// Returns the driver function and the error code that report a fault.
     fn fault(&self, fault: DriverFault) -> (&'static str, i32);
 
-    /// Makes a function do nothing and report success if `on` is true, or work again if it is false.
+    /// Makes a function do nothing and report success if `on` is true, or work again if `on` is false.
     fn ignore(&self, function: &str, on: bool);
 
     /// Sets a device's memory size in bytes; `None` sets the usual size.

@@ -94,7 +94,7 @@ impl<'a> OracleQuery<'a> {
     }
 }
 
-/// Returns the sums of an `attend_mass` over tokens that have the sums `before`. `q_latent` contains the
+/// Returns the tokens' sums after an `attend_mass`, given their sums `before` it. `q_latent` contains the
 /// latent queries, if there are any.
 pub fn attend_mass(
     mass: &AttendMass,
@@ -221,7 +221,7 @@ fn one(op: &Attend, seen: &[SeenToken]) -> (Vec<f64>, f64) {
     (out, total)
 }
 
-/// Returns the index in its storage of each element of a view, in the view's row-major order.
+/// Returns the index of each element of a view in the view's storage. The elements are in row-major order.
 pub fn elements(view: &TensorView) -> Vec<usize> {
     view.shape().iter().zip(view.strides()).fold(vec![view.offset()], |places, (&n, &stride)| {
         places.into_iter().flat_map(|at| (0..n).map(move |i| at + i * stride)).collect()
