@@ -104,7 +104,7 @@ impl Engine {
     /// cache; sequences have the same IDs and lengths in all groups. [`report`](Self::report) also describes
     /// the other groups.
     pub fn cache(&self) -> &dyn KvCache {
-        self.runner.caches.first()
+        self.runner.caches.sequences.first()
     }
 
     /// Returns the chunk cache, or `None` if the engine has a static or a grouped cache.

@@ -224,7 +224,7 @@ impl Blend {
         if slots.is_empty() {
             return Ok(Default::default());
         }
-        let (arena, stream) = (runner.caches.first().arena(), runner.setup.stream.as_ref());
+        let (arena, stream) = (runner.caches.sequences.first().arena(), runner.setup.stream.as_ref());
         let stored = KvRows::allocate(runner.setup.backend.as_ref(), arena, slots.len())?;
         stored.gather(stream, arena, self.layer, slots.into(), None)?;
         let distances = |without, fresh: &[f32], view: &TensorView| {
@@ -242,7 +242,7 @@ impl Blend {
     /// Copies the chosen tokens' rows of all layers before the checkpoint from scratch blocks to their final
     /// blocks.
     fn move_rows(&self, runner: &Runner, from: &SlotMapping, to: &WriteSlots) -> Result<()> {
-        let (arena, stream) = (runner.caches.first().arena(), runner.setup.stream.as_ref());
+        let (arena, stream) = (runner.caches.sequences.first().arena(), runner.setup.stream.as_ref());
         let rows = KvRows::allocate(runner.setup.backend.as_ref(), arena, from.len())?;
         for layer in 0..self.layer {
             rows.gather(stream, arena, layer, Arc::clone(from.slots()), None)?;

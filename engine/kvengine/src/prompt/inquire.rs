@@ -52,10 +52,10 @@ impl LivePrompt {
         let (_, assembled, _) = self.stored(runner, request)?;
         let context = Context::scaled(request.scaling, assembled.segments());
         let (start, caches) = (self.start(), &mut runner.caches);
-        let sequence = caches.create(start)?;
+        let sequence = caches.sequences.create(start)?;
         self.question = Some(sequence);
-        let slots = caches.grow(sequence, prompt.question().len())?;
-        let segment = caches.first().segment(sequence)?;
+        let slots = caches.sequences.grow(sequence, prompt.question().len())?;
+        let segment = caches.sequences.first().segment(sequence)?;
         let mut input = context.input(start, 0, prompt.question(), WriteSlots::default(), segment);
         input.set_slots(slots);
         self.context = context;
@@ -65,6 +65,6 @@ impl LivePrompt {
     /// Frees the question's sequence, if there is one, so that the question is computed again with the final
     /// context.
     pub(super) fn free_question(&mut self, runner: &mut Runner) -> Result<()> {
-        self.question.take().map_or(Ok(()), |sequence| runner.caches.free(sequence))
+        self.question.take().map_or(Ok(()), |sequence| runner.caches.sequences.free(sequence))
     }
 }

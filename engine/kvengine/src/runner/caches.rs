@@ -5,13 +5,14 @@ use std::sync::Arc;
 use kvchunk::{ArenaSleep, ChunkBlockPool, ChunkCacheManager, ChunkCacheMetrics, SleepStore, SleepUsage};
 use kvcore::{
     Backend, BlockOrder, BlockPool, CacheKind, Clock, GroupKind, GroupedKvCache, KvArena, KvLayout,
-    MemoryKind, PagedCacheConfig, PagedKvCache, PoolCounts, RankInfo, ReservedArena, StaticCacheConfig,
-    StaticKvCache, Stream,
+    MemoryKind, PagedCacheConfig, PagedKvCache, PoolCounts, RankInfo, ReservedArena, Stream,
 };
 use kvmodel::Model;
 use serde::Serialize;
 
+use super::fixed::fixed;
 use super::groups::grouped;
+use super::sequence_cache::SequenceCache;
 use super::sleep::{SleepMode, Slept};
 use crate::config::{ChunkSleep, DEFAULT_KV_MEMORY, EngineConfig, PoolTag};
 use crate::error::{Error, Result};
@@ -20,21 +21,14 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub(crate) struct Caches {
     kind: CacheKind,
-    pub(super) sequences: Sequences,
+    /// The cache of sequences. A plain paged cache is a grouped cache with one group, of all layers.
+    pub(crate) sequences: Box<dyn SequenceCache>,
     /// The chunk cache. It exists only with a paged cache.
     chunks: Option<ChunkCacheManager>,
     /// The store in which single chunks sleep.
     chunk_sleep: Option<Arc<ArenaSleep>>,
     /// Sleep mode for whole pools, if they can sleep.
     mode: Option<Box<SleepMode>>,
-}
-
-/// The cache of sequences.
-#[derive(Debug)]
-pub(super) enum Sequences {
-    /// One paged cache per group of layers. A plain paged cache has one group, of all layers.
-    Grouped(GroupedKvCache),
-    Static(StaticKvCache),
 }
 
 /// The size and the block counts of one group of layers in a grouped cache.
@@ -85,7 +79,7 @@ impl Caches {
         clock: &Arc<dyn Clock>,
     ) -> Result<Self> {
         config.chunks.check()?;
-        let sequences = match config.cache {
+        let sequences: Box<dyn SequenceCache> = match config.cache {
             CacheKind::Paged => return Self::paged(model, backend, stream, config, clock),
             CacheKind::Static | CacheKind::Grouped if config.chunk_sleep.is_some() => {
                 return Err(Error::NoChunks("turn chunk sleep off, or use a paged cache"));
@@ -96,8 +90,8 @@ impl Caches {
             CacheKind::Grouped if config.enable_sleep_mode => {
                 return Err(Error::NoSleepMode("a grouped cache has several arenas; use a paged cache"));
             }
-            CacheKind::Grouped => Sequences::Grouped(grouped(model, backend.as_ref(), config, clock)?),
-            CacheKind::Static => Sequences::Static(fixed(model, backend.as_ref(), config)?),
+            CacheKind::Grouped => Box::new(grouped(model, backend.as_ref(), config, clock)?),
+            CacheKind::Static => Box::new(fixed(model, backend.as_ref(), config)?),
         };
         Ok(Self { kind: config.cache, sequences, chunks: None, chunk_sleep: None, mode: None })
     }
@@ -207,7 +201,7 @@ impl Caches {
     }
 
     fn main(&self, instead: &'static str) -> Result<&PagedKvCache> {
-        let main = self.first().as_paged().filter(|_| self.chunks.is_some());
+        let main = self.sequences.first().as_paged().filter(|_| self.chunks.is_some());
         main.ok_or(Error::NoChunks(instead))
     }
 
@@ -216,25 +210,17 @@ impl Caches {
         self.chunks.as_ref()
     }
 
-    /// Returns the maximum number of tokens per sequence, or `usize::MAX` if the cache sets no limit.
-    pub(crate) fn longest(&self) -> usize {
-        match &self.sequences {
-            Sequences::Grouped(_) => usize::MAX,
-            Sequences::Static(cache) => cache.max_len(),
-        }
-    }
-
     pub(crate) fn report(&self) -> CacheReport {
         let bytes = |arena: &KvArena| arena.storages().map(|storage| storage.len()).sum::<usize>();
-        let group = |(kind, group): (GroupKind, &PagedKvCache)| {
+        let group = |&(kind, ref group): &(GroupKind, PagedKvCache)| {
             let (arena, blocks) = (group.arena(), group.pool().counts());
             GroupReport { kind, layers: arena.layout().shape().num_layers, kv_bytes: bytes(arena), blocks }
         };
-        let groups: Vec<_> = self.groups().map(group).collect();
+        let groups: Vec<_> = self.sequences.groups().iter().map(group).collect();
         let chunks = self.chunks();
         CacheReport {
             cache: self.kind,
-            kv_bytes: self.arenas().iter().map(bytes).sum(),
+            kv_bytes: self.sequences.arenas().iter().map(bytes).sum(),
             main: (!groups.is_empty()).then(|| groups.iter().map(|group| group.blocks).sum()),
             groups: if self.kind == CacheKind::Grouped { groups } else { Vec::new() },
             chunks: chunks.map(|chunks| chunks.pool().blocks().counts()),
@@ -245,17 +231,16 @@ impl Caches {
     }
 
     pub(crate) fn check_invariants(&self) -> std::result::Result<(), String> {
-        self.groups().try_for_each(|(_, cache)| cache.pool().check_invariants())?;
+        self.sequences.groups().iter().try_for_each(|(_, cache)| cache.pool().check_invariants())?;
         self.chunks().map_or(Ok(()), ChunkCacheManager::check_invariants)
     }
 
     /// Puts a pool to sleep.
     pub(crate) fn sleep(&mut self, tag: PoolTag, stream: &dyn Stream) -> Result<Slept> {
-        let Self { sequences: Sequences::Grouped(cache), chunks: Some(chunks), mode: Some(mode), .. } = self
-        else {
+        let Self { sequences, chunks: Some(chunks), mode: Some(mode), .. } = self else {
             return Err(NO_MODE);
         };
-        mode.sleep(tag, (&cache.groups()[0].1, chunks), stream)
+        mode.sleep(tag, (&sequences.groups()[0].1, chunks), stream)
     }
 
     /// Wakes a pool. Returns true if it was asleep.
@@ -281,21 +266,8 @@ impl Caches {
 const NO_MODE: Error = Error::NoSleepMode("set enable_sleep_mode in the EngineConfig");
 
 /// Wraps a paged cache of all layers as a grouped cache with one group.
-fn one_group(model: &Model, cache: PagedKvCache) -> Result<Sequences> {
+fn one_group(model: &Model, cache: PagedKvCache) -> Result<Box<dyn SequenceCache>> {
     let widest = model.config().widest_window();
     let kind = widest.map_or(GroupKind::Full, |window| GroupKind::SlidingWindow { window });
-    Ok(Sequences::Grouped(GroupedKvCache::new(vec![(kind, cache)])?))
-}
-
-/// Creates a static cache for one sequence of the maximum length.
-fn fixed(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<StaticKvCache> {
-    let order = BlockOrder::TokenMajor;
-    let fixed = StaticCacheConfig { max_batch: 1, max_len: config.max_len, order };
-    let layout = fixed.layout(&model.kv_extents(config.kv_format), &RankInfo::default())?;
-    let (budget, block_bytes) = (config.kv_memory.unwrap_or(DEFAULT_KV_MEMORY), layout.block_bytes());
-    if block_bytes > budget {
-        return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes }.into());
-    }
-    let arena = KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))?;
-    Ok(StaticKvCache::new(arena)?)
+    Ok(Box::new(GroupedKvCache::new(vec![(kind, cache)])?))
 }

@@ -1,13 +1,14 @@
-//! Divides the memory of a grouped cache between its groups of layers.
+//! The grouped cache of an engine, and the division of its memory between groups of layers.
 
 use std::sync::Arc;
 
 use kvcore::{
-    Backend, BlockOrder, BlockPool, Clock, GroupKind, GroupedKvCache, KvArena, KvLayout, KvShape, MemoryKind,
-    PagedKvCache, PoolConfig, RankInfo,
+    Backend, BlockOrder, BlockPool, Clock, GroupKind, GroupedKvCache, KvArena, KvCache, KvLayout, KvShape,
+    MemoryKind, PagedKvCache, PoolConfig, PromptKeys, RankInfo, SequenceId, SequenceStart, WriteSlots,
 };
 use kvmodel::{LayerGroup, Model};
 
+use super::sequence_cache::SequenceCache;
 use crate::config::{DEFAULT_KV_MEMORY, EngineConfig};
 use crate::error::Result;
 
@@ -87,6 +88,60 @@ fn divide(budget: usize, shares: &[GroupShare], len: usize, step: usize) -> Resu
     let whole = whole.unwrap_or(0);
     blocks[whole] += budget.saturating_sub(taken) / shares[whole].block_bytes;
     Ok(blocks)
+}
+
+impl SequenceCache for GroupedKvCache {
+    fn first(&self) -> &dyn KvCache {
+        &self.groups()[0].1
+    }
+
+    fn arenas(&self) -> &[KvArena] {
+        self.arenas()
+    }
+
+    fn groups(&self) -> &[(GroupKind, PagedKvCache)] {
+        self.groups()
+    }
+
+    fn grouped(&mut self) -> Result<&mut GroupedKvCache> {
+        Ok(self)
+    }
+
+    fn longest(&self) -> usize {
+        usize::MAX
+    }
+
+    fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
+        Ok(self.create(start)?)
+    }
+
+    fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
+        Ok(self.create_with_prefix(prompt)?)
+    }
+
+    fn admit(&mut self, prompt: &PromptKeys, piece: usize) -> Result<(SequenceId, usize, Vec<WriteSlots>)> {
+        Ok(self.admit(prompt, piece)?)
+    }
+
+    fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut Vec<WriteSlots>) -> Result<()> {
+        Ok(self.grow_batch(batch, slots)?)
+    }
+
+    fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
+        Ok(self.commit(id, tokens)?)
+    }
+
+    fn free_before(&mut self, id: SequenceId, token: usize) -> Result<()> {
+        Ok(self.free_before(id, token).map(drop)?)
+    }
+
+    fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
+        Ok(self.truncate(id, len)?)
+    }
+
+    fn free(&mut self, id: SequenceId) -> Result<()> {
+        Ok(self.free(id)?)
+    }
 }
 
 #[cfg(test)]

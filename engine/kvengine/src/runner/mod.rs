@@ -11,9 +11,10 @@ use kvmodel::{ComputeDevice, DecodeMemory, Forward, Model, Observer, PassMemory,
 
 mod caches;
 mod calibrate;
+mod fixed;
 mod groups;
 mod pinned;
-mod sequences;
+mod sequence_cache;
 mod sleep;
 
 pub use caches::{CacheReport, GroupReport};
@@ -71,7 +72,7 @@ impl Runner {
         let scales = calibrate(&model, device, (config.kv_format, config.keys))?;
         let caches = Caches::new(&model, &backend, &stream, config, &clock)?;
         if let Some(scales) = &scales {
-            scales.set(&model, caches.arenas(), stream.as_ref())?;
+            scales.set(&model, caches.sequences.arenas(), stream.as_ref())?;
         }
         let setup = Setup {
             backend,
@@ -94,7 +95,7 @@ impl Runner {
 
     fn over(model: Model, tokenizer: &[u8], setup: Setup, caches: Caches) -> Self {
         let scope = KeyScope::new("kvmodel", model.revision()).tokenizer(tokenizer);
-        let layouts = caches.arenas().iter().map(|arena| arena.layout().shape());
+        let layouts = caches.sequences.arenas().iter().map(|arena| arena.layout().shape());
         let scope = layouts.fold(scope, KeyScope::layout).keys(setup.keys).tenant_salt(&setup.tenant_salt);
         let scope = match &setup.scales {
             Some(StaticScales { k, v }) => scope.static_scales(k, v),
@@ -117,7 +118,7 @@ impl Runner {
         ReplicaDevice {
             backend: Arc::clone(&self.setup.backend),
             stream: Arc::clone(&self.setup.stream),
-            arena: self.caches.first().arena().clone(),
+            arena: self.caches.sequences.first().arena().clone(),
             keys: self.setup.keys,
         }
     }
@@ -149,22 +150,22 @@ impl Runner {
 
     /// Returns the maximum number of positions per request.
     pub(crate) fn longest(&self) -> usize {
-        self.model.config().max_positions.min(self.caches.longest())
+        self.model.config().max_positions.min(self.caches.sequences.longest())
     }
 
     /// Pins the cached blocks for `tokens` at the start of a tenant's prompts.
     pub(crate) fn pin(&self, keys: &TenantKeys, tokens: &[u32]) -> Result<PinnedPrompt> {
-        let Some(cache) = self.caches.first().as_paged().filter(|_| self.caches.arenas().len() == 1) else {
+        let [(_, cache)] = self.caches.sequences.groups() else {
             return Err(Error::NoChunks("use a paged cache to keep prompts"));
         };
-        let block_size = self.caches.block_size();
+        let block_size = cache.kv_pool().block_size();
         let keys = PromptKeys::new(*keys.root(), tokens, block_size);
         Ok(PinnedPrompt::new(cache.pool().lookup_chain(keys.keys()).pin(), block_size))
     }
 
     /// Copies blocks within the arena.
     pub(crate) fn copy(&self, pairs: &WritePairs) -> Result<()> {
-        let arena = self.caches.first().arena().clone();
+        let arena = self.caches.sequences.first().arena().clone();
         Ok(self.setup.stream.copy_blocks(&CopyBlocks { arena, pairs: pairs.clone() })?)
     }
 
@@ -203,7 +204,7 @@ impl Setup {
         ComputeDevice {
             backend: self.backend.as_ref(),
             stream: self.stream.as_ref(),
-            arenas: caches.arenas(),
+            arenas: caches.sequences.arenas(),
             keys: self.keys,
             profiler,
         }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{Logits, PagedKvCache, SequenceInput, SequenceStart, WriteSlots};
+use kvcore::{Logits, SequenceInput, SequenceStart, WriteSlots};
 
 use super::feed::Feed;
 use super::live::{LiveRequest, ServiceRank};
@@ -43,7 +43,7 @@ impl Scheduler {
                     if live.branches.iter().all(|branch| branch.swapped.is_none()) {
                         live.withdraw(runner);
                     }
-                    live.refused = Some(runner.caches.available());
+                    live.refused = Some(runner.caches.sequences.available());
                     self.waiting.insert(rank, live);
                     return None;
                 }
@@ -62,18 +62,17 @@ impl LiveRequest {
     /// [`admit`](kvcore::PagedKvCache::admit) can check whether there is room. A chunked prompt that found no
     /// room before is not tried again until more blocks are available.
     fn has_room(&self, runner: &Runner, most: usize, watermark: usize) -> bool {
-        let cache = runner.caches.first();
-        if let Some(fixed) = cache.as_static() {
-            return cache.num_sequences() < fixed.max_batch();
+        let sequences = &runner.caches.sequences;
+        if let Some(fixed) = sequences.first().as_static() {
+            return sequences.first().num_sequences() < fixed.max_batch();
         }
         // Documents that found no room are looked up again only when there is more room.
-        if self.prompt.is_chunked() && self.refused.is_some_and(|had| runner.caches.available() <= had) {
+        if self.prompt.is_chunked() && self.refused.is_some_and(|had| sequences.available() <= had) {
             return false;
         }
         let first = self.branches.first().map_or(0, |branch| branch.tokens.len().min(most));
-        let blocks = first.div_ceil(runner.caches.block_size());
-        let has_room = |cache: &PagedKvCache| cache.pool().counts().available() >= blocks + watermark;
-        self.finds_prefix() || runner.caches.groups().all(|(_, cache)| has_room(cache))
+        let blocks = first.div_ceil(sequences.block_size());
+        self.finds_prefix() || sequences.available() >= blocks + watermark
     }
 
     /// Returns true if the prompt is looked up when its sequence is created.
@@ -118,7 +117,7 @@ impl LiveRequest {
     ) -> Result<SequenceInput> {
         let tokens = self.take_next(runner, branch, most)?;
         let Some(sequence) = self.branches[branch].sequence else { return Err(Error::EmptyPrompt) };
-        let slots = runner.caches.grow(sequence, tokens)?;
+        let slots = runner.caches.sequences.grow(sequence, tokens)?;
         let mut input = self.input(runner, branch, tokens)?;
         input.set_slots(slots);
         Ok(input)
@@ -145,7 +144,7 @@ impl LiveRequest {
         let forced = self.request.forced.is_some();
         let branch = &mut self.branches[branch];
         let Some(sequence) = branch.sequence else { return Err(Error::EmptyPrompt) };
-        let segment = runner.caches.first().segment(sequence)?;
+        let segment = runner.caches.sequences.first().segment(sequence)?;
         let start = SequenceStart { logical: segment.logical_start, position: segment.stored_start };
         let (before, chosen) = (segment.len - tokens, tokens - branch.draft.len());
         let fresh = &branch.tokens[branch.computed - chosen..branch.computed];
@@ -166,7 +165,7 @@ impl LiveRequest {
             input.tokens.extend_from_slice(&branch.draft);
             input
         };
-        runner.caches.set_others(sequence, &mut input)?;
+        runner.caches.sequences.set_others(sequence, &mut input)?;
         if !branch.draft.is_empty() {
             return Ok(input.with_logits(Logits::All));
         }

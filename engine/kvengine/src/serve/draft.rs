@@ -81,8 +81,8 @@ impl LiveRequest {
         branch.computed += right;
         branch.draft.clear();
         let Some(sequence) = branch.sequence else { return Ok(()) };
-        runner.caches.truncate(sequence, branch.computed)?;
-        runner.caches.commit(sequence, &branch.tokens[first..branch.computed])?;
+        runner.caches.sequences.truncate(sequence, branch.computed)?;
+        runner.caches.sequences.commit(sequence, &branch.tokens[first..branch.computed])?;
         branch.free_before_window(runner)
     }
 }

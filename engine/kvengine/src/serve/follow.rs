@@ -85,16 +85,16 @@ impl LiveRequest {
             let again = on[..i].iter().any(|other| other.branch == next.branch);
             let sequence = self.branches[next.branch].sequence;
             sequences.push(match sequence {
-                Some(sequence) if again => match runner.caches.fork(sequence) {
+                Some(sequence) if again => match runner.caches.sequences.grouped()?.fork(sequence) {
                     Ok(fork) => {
-                        forks.extend(fork);
-                        fork
+                        forks.push(fork);
+                        Some(fork)
                     }
                     Err(error) => {
                         for fork in forks {
-                            drop(runner.caches.free(fork));
+                            drop(runner.caches.sequences.free(fork));
                         }
-                        return Err(error);
+                        return Err(error.into());
                     }
                 },
                 _ => sequence,
@@ -103,7 +103,7 @@ impl LiveRequest {
         let old = std::mem::take(&mut self.branches);
         for (i, branch) in old.iter().enumerate().filter(|(i, _)| !on.iter().any(|next| next.branch == *i)) {
             if let Some(sequence) = old[i].sequence {
-                drop(runner.caches.free(sequence));
+                drop(runner.caches.sequences.free(sequence));
             }
             debug_assert!(!branch.over, "a beam ends with all others");
         }

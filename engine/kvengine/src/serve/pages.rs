@@ -42,7 +42,7 @@ impl SparseSample<'_> {
         row: usize,
     ) -> Result<Selection> {
         let config = runner.model.config();
-        let shape = runner.caches.first().arena().layout().shape();
+        let shape = runner.caches.sequences.first().arena().layout().shape();
         let (block_size, heads) = (shape.block_size, config.heads);
         let mut factors = Vec::new();
         for segment in input.segments.iter() {

@@ -201,9 +201,9 @@ impl Scheduler {
             }
         }
         if !forked.is_empty() {
-            runner.caches.copy_on_write(forked, runner.setup.stream.as_ref())?;
+            runner.caches.sequences.grouped()?.copy_on_write(forked, runner.setup.stream.as_ref())?;
         }
-        runner.caches.grow_batch(grown, slots)?;
+        runner.caches.sequences.grow_batch(grown, slots)?;
         for feed in feeds.iter_mut().filter(|feed| feed.input.is_none()) {
             let (Some(at), Some(branch)) = (index_of(&self.running, feed.rank), feed.branch) else {
                 continue;

@@ -18,7 +18,7 @@ impl Branch {
     pub(super) fn withdraw(&mut self, runner: &mut Runner) {
         if let Some(sequence) = self.sequence.take() {
             // This cannot fail, because nothing else frees the sequence.
-            drop(runner.caches.free(sequence));
+            drop(runner.caches.sequences.free(sequence));
         }
         self.forget();
     }
@@ -26,7 +26,7 @@ impl Branch {
     /// Frees the blocks that none of the sample's later tokens will attend to, in each group of layers with a
     /// window.
     pub(super) fn free_before_window(&self, runner: &mut Runner) -> Result<()> {
-        self.sequence.map_or(Ok(()), |sequence| runner.caches.free_before(sequence, self.computed))
+        self.sequence.map_or(Ok(()), |sequence| runner.caches.sequences.free_before(sequence, self.computed))
     }
 }
 
@@ -40,10 +40,10 @@ impl LiveRequest {
             return Ok(());
         }
         let (sequence, cached) = if finds {
-            let block_size = caches.block_size();
-            caches.create_with_prefix(it.prompt_keys(root, block_size))?
+            let block_size = caches.sequences.block_size();
+            caches.sequences.create_with_prefix(it.prompt_keys(root, block_size))?
         } else {
-            (caches.create(it.start)?, 0)
+            (caches.sequences.create(it.start)?, 0)
         };
         self.begun(branch, sequence, cached);
         Ok(())
@@ -58,8 +58,8 @@ impl LiveRequest {
         most: usize,
     ) -> Result<Vec<WriteSlots>> {
         let root = *self.prompt.keys().root();
-        let keys = self.branches[branch].prompt_keys(root, runner.caches.block_size());
-        let (sequence, cached, slots) = runner.caches.admit(keys, most)?;
+        let keys = self.branches[branch].prompt_keys(root, runner.caches.sequences.block_size());
+        let (sequence, cached, slots) = runner.caches.sequences.admit(keys, most)?;
         self.begun(branch, sequence, cached);
         self.branches[branch].computed += slots[0].len();
         Ok(slots)
@@ -98,7 +98,7 @@ impl LiveRequest {
             return self.verify(runner, branch, rows, range);
         }
         if let Some(sequence) = it.sequence {
-            runner.caches.commit(sequence, &input.tokens)?;
+            runner.caches.sequences.commit(sequence, &input.tokens)?;
         }
         it.input = Some(input).filter(|input| input.tokens.len() == 1);
         it.free_before_window(runner)?;
@@ -137,7 +137,7 @@ impl LiveRequest {
     /// Starts the answer from the logits after the prompt.
     fn begin_answer(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
         if let Some((retention, sequence)) = self.request.retention.zip(self.branches[0].sequence) {
-            runner.caches.retain(sequence, retention)?;
+            runner.caches.sequences.retain(sequence, retention)?;
         }
         if self.request.beams.is_some() {
             return self.follow(runner, 0, logits);
@@ -182,7 +182,7 @@ impl LiveRequest {
         for sample in 1..self.request.samples {
             let first = &self.branches[0];
             let Some(sequence) = first.sequence else { break };
-            let Some(twin) = runner.caches.fork(sequence)? else { break };
+            let twin = runner.caches.sequences.grouped()?.fork(sequence)?;
             let sampling = self.request.sampling;
             let seed = sampling.seed.wrapping_add(sample as u64);
             let bias = self.request.logit_bias.clone();

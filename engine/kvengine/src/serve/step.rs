@@ -99,7 +99,7 @@ impl Scheduler {
             }
             for branch in live.branches.iter_mut().filter(|branch| branch.over) {
                 if let Some(sequence) = branch.sequence.take() {
-                    drop(runner.caches.free(sequence));
+                    drop(runner.caches.sequences.free(sequence));
                 }
             }
             true
@@ -199,7 +199,7 @@ impl Scheduler {
     ) -> Result<Forward> {
         let Self { running, plan, logits, .. } = self;
         let batch = StepBatch { inputs: &plan.batch, slots: &plan.slots };
-        let block_size = runner.caches.block_size();
+        let block_size = runner.caches.sequences.block_size();
         if let Some(layered) = Layered::find(running, &plan.feeds, batch.inputs, block_size) {
             return layered.run(runner, ropes, batch, std::mem::take(logits), observer);
         }
@@ -229,7 +229,7 @@ fn divide_slots(runner: &Runner, running: &[LiveRequest], plan: &mut StepPlan) {
     for (feed, input) in feeds.iter().zip(batch).filter(|(_, input)| input.slots.is_empty()) {
         let live = index_of(running, feed.rank).map(|at| &running[at]);
         let sequence = live.zip(feed.branch).and_then(|(live, branch)| live.branches[branch].sequence);
-        let issued = sequence.and_then(|sequence| runner.caches.last_slots(sequence, feed.tokens));
+        let issued = sequence.and_then(|sequence| runner.caches.sequences.last_slots(sequence, feed.tokens));
         let issued = issued.unwrap_or_else(|| {
             let parts = slots.iter().map(|slots| slots.part(at..at + feed.tokens));
             Ok(parts.collect::<kvcore::Result<_>>()?)

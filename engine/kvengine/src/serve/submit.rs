@@ -68,7 +68,7 @@ impl Scheduler {
     /// unless that token is never fed.
     fn check_room(&self, runner: &Runner, prompt: usize, answer: usize) -> Result<()> {
         let tokens = prompt + usize::from(answer > 1);
-        for (kind, cache) in runner.caches.groups() {
+        for &(kind, ref cache) in runner.caches.sequences.groups() {
             let block_size = cache.kv_pool().block_size();
             let asked = match kind {
                 // Blocks that the window has passed are freed after each piece.
@@ -102,7 +102,7 @@ fn check_settings(runner: &Runner, request: &Request) -> Result<()> {
     if let Some(beams) = request.beams {
         beams.check(request)?;
     }
-    if request.width() > 1 && runner.caches.first().as_paged().is_none() {
+    if request.width() > 1 && runner.caches.sequences.first().as_paged().is_none() {
         return Err(Error::Samples { samples: request.width() });
     }
     Ok(())

@@ -106,10 +106,10 @@ impl SwapSpace {
         caches: &Caches,
     ) -> Result<Vec<KvPool>> {
         let bytes = |cache: &PagedKvCache| cache.pool().range().len() * cache.arena().layout().block_bytes();
-        let all: usize = caches.groups().map(|(_, cache)| bytes(cache)).sum();
+        let all: usize = caches.sequences.groups().iter().map(|(_, cache)| bytes(cache)).sum();
         let mut host = Vec::new();
         self.block.clear();
-        for (_, cache) in caches.groups() {
+        for (_, cache) in caches.sequences.groups() {
             let layout = cache.arena().layout();
             let memory = (self.memory as u128 * bytes(cache) as u128 / all.max(1) as u128) as usize;
             let num_blocks = (memory / layout.block_bytes().max(1)).min(cache.pool().range().len());
@@ -154,10 +154,10 @@ impl SwapSpace {
             return false;
         }
         let sequences: Vec<SequenceId> = live.branches.iter().filter_map(|branch| branch.sequence).collect();
-        let held = |cache: &PagedKvCache| -> usize {
+        let held = |(_, cache): &(_, PagedKvCache)| -> usize {
             sequences.iter().filter_map(|&id| cache.blocks(id).ok()).map(|blocks| blocks.len()).sum()
         };
-        let blocks: Vec<usize> = runner.caches.groups().map(|(_, cache)| held(cache)).collect();
+        let blocks: Vec<usize> = runner.caches.sequences.groups().iter().map(held).collect();
         let nothing = blocks.iter().all(|&blocks| blocks == 0);
         if nothing || !self.prefers(&blocks, tokens_again(live)) {
             return false;
@@ -171,7 +171,8 @@ impl SwapSpace {
         }
         for branch in &mut live.branches {
             let Some(id) = branch.sequence else { continue };
-            let Ok(swapped) = runner.caches.swap_out(id, stream, &host) else { return false };
+            let Ok(cache) = runner.caches.sequences.grouped() else { return false };
+            let Ok(swapped) = cache.swap_out(id, stream, &host) else { return false };
             branch.computed = swapped.first().map_or(0, SwappedSequence::len);
             (branch.sequence, branch.input, branch.swapped) = (None, None, Some(swapped));
             branch.draft.clear();
@@ -188,13 +189,14 @@ impl LiveRequest {
         if self.branches.iter().all(|branch| branch.swapped.is_none()) {
             return Ok(false);
         }
-        let mut restored = Ok(());
+        let cache = runner.caches.sequences.grouped()?;
+        let mut restored: Result<()> = Ok(());
         for branch in &mut self.branches {
             let Some(swapped) = &branch.swapped else { continue };
-            match runner.caches.swap_in(swapped, runner.setup.stream.as_ref()) {
+            match cache.swap_in(swapped, runner.setup.stream.as_ref()) {
                 Ok(sequence) => branch.sequence = Some(sequence),
                 Err(error) => {
-                    restored = Err(error);
+                    restored = Err(error.into());
                     break;
                 }
             }
@@ -205,7 +207,7 @@ impl LiveRequest {
         };
         for branch in &mut self.branches {
             if let Some(sequence) = branch.sequence.take() {
-                drop(runner.caches.free(sequence));
+                drop(cache.free(sequence));
             }
         }
         if !alone && error.is_out_of_blocks() {
