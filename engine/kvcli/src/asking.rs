@@ -43,10 +43,11 @@ pub(crate) fn options(asking: &AskingArgs) -> Result<EvalOptions> {
     })
 }
 
-/// The default number of questions of each kind per draw if right answers are only counted.
+/// The default number of questions of each kind per draw for a command that only counts right answers.
 pub(crate) const SHOWN: usize = 20;
-/// The default number of questions of each kind per draw if a loss is judged. In five draws, this is enough
-/// to show that the loss is at most two percentage points if none was measured.
+/// The default number of questions of each kind per draw for a command that judges a loss. Five draws of this
+/// many questions are enough to show that the loss is at most two percentage points, provided that none was
+/// measured.
 pub(crate) const JUDGED: usize = 30;
 /// The number of notes per prompt if the model's directory has no questions.
 const NOTES: usize = 2;

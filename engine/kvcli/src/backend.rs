@@ -101,7 +101,7 @@ fn cuda(device: usize, threads: Option<usize>) -> Result<OpenedBackend> {
 }
 
 /// Returns a backend with `dense`, its device's dense steps. If the device's libraries cannot run the steps,
-/// they run on the host instead, and a note on standard error explains this.
+/// the steps run on the host instead, and a note on standard error explains this.
 #[cfg(any(feature = "ascend", feature = "cuda"))]
 fn with_dense(
     backend: Arc<dyn Backend>,

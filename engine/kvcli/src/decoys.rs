@@ -1,12 +1,13 @@
-//! Reads decoys: documents that other documents see while they are computed, and the question never.
+//! Reads decoys: documents that other documents see while they are computed, but that the question never
+//! sees.
 
 use std::path::PathBuf;
 
 use crate::error::{Error, Result};
 use crate::run::document;
 
-/// Reads each file as one decoy, and each directory as the decoys in its files, in the order of their names.
-/// Returns `usual` if there are no paths.
+/// Reads each file as one decoy, and each directory as the decoys in its files, ordered by file name. Returns
+/// `usual` if there are no paths.
 pub(crate) fn read(paths: &[PathBuf], usual: &[String]) -> Result<Vec<String>> {
     let mut decoys = Vec::new();
     for path in paths {

@@ -18,7 +18,7 @@ struct ListedDevice {
     about: String,
     limits: Vec<(&'static str, String)>,
     features: Vec<(&'static str, bool)>,
-    /// The reason that the device cannot be used; `None` if it can be used.
+    /// The reason why the device cannot be used; `None` if it can be used.
     unfit: Option<String>,
 }
 
@@ -64,7 +64,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     Ok(())
 }
 
-/// The devices of a backend, or the reason that it does not have any.
+/// The devices of a backend, or the reason why it does not have any.
 type Listed = std::result::Result<Vec<ListedDevice>, String>;
 
 #[cfg(feature = "cpu")]

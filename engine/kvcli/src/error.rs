@@ -44,6 +44,11 @@ pub(crate) enum Error {
     /// The answers cannot be written.
     #[error("cannot write the answers to {path}: {source}")]
     Answers { path: PathBuf, source: std::io::Error },
+    /// An answer file is from another evaluation.
+    #[error(
+        "{path} cannot be continued: {reason}; repeat the options of the evaluation that wrote it, or choose another file"
+    )]
+    OtherAnswers { path: PathBuf, reason: String },
     /// An answer file cannot be read.
     #[error("cannot read {path}: {source}")]
     ReadAnswers { path: PathBuf, source: std::io::Error },
@@ -115,7 +120,7 @@ impl Error {
         match error {
             NoChunks(_) => Some("use --cache paged, or --full-attention without --chunk-sleep"),
             Model(Template { .. }) => Some("change the prompt or the template, or omit --chat"),
-            // Only sleeping documents have their own memory budget.
+            // Only sleeping documents have a separate memory budget.
             Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
             }

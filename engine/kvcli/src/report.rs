@@ -129,7 +129,7 @@ impl fmt::Display for SleepJson {
     }
 }
 
-/// The number of decode steps by how they ran, and of rejected captures, for a backend that captures graphs.
+/// Counts of decode steps, by how they ran, and of rejected captures, for a backend that captures graphs.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(transparent)]
 pub(crate) struct GraphsJson(GraphCounts);

@@ -10,7 +10,7 @@ use crate::args::TuneArgs;
 use crate::asking;
 use crate::error::{Error, Result};
 use crate::plot::writable;
-use crate::progress::{bar, counting};
+use crate::progress::AnswerProgress;
 use crate::report::{json, table};
 
 #[derive(Serialize)]
@@ -43,10 +43,11 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
         ..GateLimits::of(args.engine.dtype)
     };
     let options = TuneOptions { candidates, limits, eval: asking::options(&args.asking)? };
-    let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
-    let mut progress = counting(&bar);
-    let tuning = Tuning::search(&mut engine, &codec, (&screened, &judged), &options, &mut progress)?;
-    bar.finish_and_clear();
+    let mut progress = AnswerProgress::new(!args.json);
+    let tuning = Tuning::search(&mut engine, &codec, (&screened, &judged), &options, &mut |done, total| {
+        progress.count(done, total);
+    })?;
+    progress.finish();
     let (choice, mut file) = (tuning.choice(), None);
     if let Some(choice) = choice {
         // A search accepts only candidates with reuse.

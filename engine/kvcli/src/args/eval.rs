@@ -52,7 +52,9 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "gate")]
     pub(crate) show: usize,
 
-    /// Write every answer to this file, one JSON object per line.
+    /// Write each answer to this file as soon as it is given, one JSON object per line. If the file exists, the
+    /// evaluation continues: answers in the file are not asked for again. The file must come from an evaluation
+    /// with the same model, options and questions; draws, questions and arms may be added.
     #[arg(long, value_name = "FILE", conflicts_with = "gate")]
     pub(crate) answers: Option<PathBuf>,
 

@@ -145,7 +145,7 @@ fn text_of(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|source| Error::Prompt { from: path.display().to_string(), source })
 }
 
-/// Reads a document.
+/// Reads a document, which must not be empty.
 pub(crate) fn document(path: &Path) -> Result<String> {
     let text =
         std::fs::read_to_string(path).map_err(|source| Error::Document { path: path.to_owned(), source })?;
