@@ -138,6 +138,12 @@ fn steps_between_products_are_those_of_plain_sums(
     let norm: Vec<f64> = norm.collect();
     let gated = gate.iter().zip(&y).map(|(g, u)| wide(g) / (1.0 + (-wide(g)).exp()) * wide(u));
     let gated: Vec<f64> = gated.collect();
+    let gelu = gate.iter().zip(&y).map(|(g, u)| {
+        let g = wide(g);
+        let inner = (2.0 / std::f64::consts::PI).sqrt() * (g + 0.044_715 * g.powi(3));
+        g / 2.0 * (1.0 + inner.tanh()) * wide(u)
+    });
+    let gelu: Vec<f64> = gelu.collect();
     let sums: Vec<f32> = x.iter().zip(&y).map(|(x, y)| x + y).collect();
     let close = |got: &[f32], expected: &[f64], what: &str| {
         assert_eq!(got.len(), expected.len(), "{what}");
@@ -149,6 +155,11 @@ fn steps_between_products_are_those_of_plain_sums(
     for (name, steps) in ways() {
         close(&steps.rms_norm(&x, &weight, 1e-5).unwrap(), &norm, &name);
         close(&steps.gated(&gate, &y).unwrap(), &gated, &name);
+        let got = steps.gated_gelu(&gate, &y).unwrap();
+        for (i, (got, expected)) in got.iter().zip(&gelu).enumerate() {
+            let off = (f64::from(*got) - expected).abs();
+            assert!(off <= 1e-6 * wide(&(gate[i] * y[i])).abs(), "{name}, {i}: {got} and {expected}");
+        }
         assert_eq!(steps.sums(&x, &y).unwrap(), sums, "{name}");
     }
 }
@@ -156,9 +167,11 @@ fn steps_between_products_are_those_of_plain_sums(
 #[test]
 fn gates_that_are_no_numbers_or_without_bound_stay_so() {
     for (name, steps) in ways() {
-        let got = steps.gated(&[f32::NAN, f32::INFINITY, -200.0, 0.0], &[1.0, 2.0, 1.0, 5.0]).unwrap();
-        assert!(got[0].is_nan() && got[1] == f32::INFINITY, "{name}: {got:?}");
-        assert!(got[2].abs() < 1e-30 && got[3] == 0.0, "{name}: {got:?}");
+        let (gate, up) = ([f32::NAN, f32::INFINITY, -200.0, 0.0, -1e6], [1.0, 2.0, 1.0, 5.0, 1.0]);
+        for got in [steps.gated(&gate, &up).unwrap(), steps.gated_gelu(&gate, &up).unwrap()] {
+            assert!(got[0].is_nan() && got[1] == f32::INFINITY, "{name}: {got:?}");
+            assert!(got[2..].iter().all(|y| y.abs() < 1e-30), "{name}: {got:?}");
+        }
     }
 }
 

@@ -52,6 +52,15 @@ impl Products {
         self.pairs(Pair::Gate, gate, up)
     }
 
+    /// Returns `gelu(gate) · up`, element by element, with the tanh approximation of GELU. (`GeGLU`, Shazeer,
+    /// 2020.)
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if the operands differ in length.
+    pub fn gated_gelu(&self, gate: &[f32], up: &[f32]) -> Result<Vec<f32>> {
+        self.pairs(Pair::GeluGate, gate, up)
+    }
+
     /// Returns `x + y`, element by element.
     ///
     /// # Errors
@@ -144,6 +153,9 @@ fn factor(row: &[f32], eps: f64) -> f32 {
 enum Pair {
     /// `a · sigmoid(a) · b`.
     Gate,
+    /// `a · sigmoid(2u) · b` with `u = √(2/π) (a + 0.044715 a³)`. The first two factors equal
+    /// `a/2 · (1 + tanh u)`.
+    GeluGate,
     /// `a + b`.
     Sum,
 }
@@ -156,14 +168,30 @@ impl Pair {
         // SAFETY: the instruction set of `S` is available by contract, and no pointers are involved.
         unsafe {
             match self {
-                Self::Gate => {
-                    let one = S::splat(1.0);
-                    let below = S::add(one, exp::<S>(S::sub(S::splat(0.0), a)));
-                    S::mul(S::div(a, below), b)
+                Self::Gate => gate::<S>(a, a, b),
+                Self::GeluGate => {
+                    let cubic = S::mul(S::splat(2.0 * GELU * 0.044_715), S::mul(a, a));
+                    gate::<S>(a, S::mul(a, S::add(S::splat(2.0 * GELU), cubic)), b)
                 }
                 Self::Sum => S::add(a, b),
             }
         }
+    }
+}
+
+/// √(2/π).
+const GELU: f32 = 0.797_884_6;
+
+/// Returns `a · sigmoid(x) · b`.
+///
+/// # Safety
+/// The caller must be compiled for `S`.
+#[inline(always)]
+unsafe fn gate<S: Simd>(a: S::V, x: S::V, b: S::V) -> S::V {
+    // SAFETY: the instruction set of `S` is available by contract, and no pointers are involved.
+    unsafe {
+        let below = S::add(S::splat(1.0), exp::<S>(S::sub(S::splat(0.0), x)));
+        S::mul(S::div(a, below), b)
     }
 }
 
