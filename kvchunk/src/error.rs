@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use crate::config::ComputeMode;
 use crate::replica::ReplicaId;
 
 /// An error from this crate: from splitting or assembling a prompt, or from the chunk cache.
@@ -76,18 +77,30 @@ pub enum Error {
     UnknownStrategy(String),
     /// The string is not the name of a compute mode.
     #[error(
-        "{0:?} is not a compute mode; use with-system, alone, sink:TOKENS or behind:DECOYS, with at least one"
+        "{0:?} is not a compute mode; use with-system, alone, sink:TOKENS, behind:DECOYS or slots:SLOTS, with at \
+         least one"
     )]
     UnknownMode(String),
     /// The compute mode needs more decoys than the prompt has.
     #[error(
-        "behind:{needed} needs {needed} decoys, and there are {given}; pass more decoys, or use a smaller number"
+        "{mode} needs {} decoys, and there are {given}; pass more decoys, or use a smaller number", mode.num_decoys()
     )]
     FewDecoys {
-        /// The number of decoys that the mode needs.
-        needed: u32,
+        /// The mode.
+        mode: ComputeMode,
         /// The number of decoys that the prompt has.
         given: usize,
+    },
+    /// The prompt has more chunks than slots.
+    #[error(
+        "slots:{slots} has a slot for each of {slots} documents, and there are {chunks}; use slots:{chunks} or more, \
+         or behind:{slots}"
+    )]
+    FewSlots {
+        /// The number of slots.
+        slots: u32,
+        /// The number of chunks in the prompt.
+        chunks: usize,
     },
     /// The string is not the name of a form of sleep.
     #[error(

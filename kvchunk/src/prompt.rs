@@ -51,7 +51,7 @@ impl ChunkedPrompt {
     }
 
     /// Returns this prompt with documents that its chunks may see while they are computed, but that the
-    /// question never sees; see [`ComputeMode::Behind`].
+    /// question never sees; see [`ComputeMode::Behind`] and [`ComputeMode::Slots`].
     ///
     /// # Errors
     /// Returns [`Error::EmptyPart`] if a decoy is empty.
@@ -67,17 +67,16 @@ impl ChunkedPrompt {
         &self.decoys
     }
 
-    /// Returns the tokens of each decoy that chunks see in `mode`, in order.
+    /// Returns the tokens of each decoy that any chunk sees in `mode`, in order.
     ///
     /// # Errors
     /// Returns [`Error::FewDecoys`] if the prompt has fewer decoys than the mode needs.
     pub fn decoys_in(&self, mode: ComputeMode) -> Result<&[Vec<u32>]> {
-        let ComputeMode::Behind(needed) = mode else { return Ok(&[]) };
-        let few = || Error::FewDecoys { needed, given: self.decoys.len() };
-        self.decoys.get(..needed as usize).ok_or_else(few)
+        let few = || Error::FewDecoys { mode, given: self.decoys.len() };
+        self.decoys.get(..mode.num_decoys()).ok_or_else(few)
     }
 
-    /// Returns the tokens of the system prompt, followed by the tokens of the decoys that chunks see in
+    /// Returns the tokens of the system prompt, followed by the tokens of the decoys that any chunk sees in
     /// `mode`.
     ///
     /// # Errors

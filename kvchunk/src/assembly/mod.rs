@@ -36,6 +36,7 @@ mod lookup;
 mod resolve;
 mod rotated;
 mod scratch;
+mod slots;
 
 pub use assembled::{AssembledPrompt, Recomputation};
 pub(crate) use lookup::{FoundPiece, LocalLookup, PromptLookup};
@@ -189,8 +190,10 @@ pub struct Assembly {
     /// The system prompt followed by the decoys that missing pieces see. Looked up only if a piece is
     /// missing.
     decoys: SystemPart,
-    /// The number of tokens in the decoys.
-    decoy_tokens: usize,
+    /// True if the mode has decoys.
+    has_decoys: bool,
+    /// The number of tokens in the system prompt.
+    system_len: usize,
     chunks: Vec<PromptChunk>,
     /// The pieces that this prompt has reserved or computed itself, in case the prompt contains them again.
     own: HashMap<BlockKey, OwnPiece>,
@@ -246,6 +249,7 @@ impl Assembler<'_> {
     /// Returns the errors of [`assemble`](Self::assemble).
     pub fn assemble_at(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<Assembly> {
         plan.check(prompt, self.reindexer.max_positions())?;
+        let plan = self.in_slots(prompt, plan)?;
         let lookup = self.lookup();
         let chunk = |&place: &ChunkPlace| PromptChunk {
             place,
@@ -261,7 +265,8 @@ impl Assembler<'_> {
             chunks: plan.chunks.iter().map(chunk).collect(),
             system: SystemPart::Missing,
             decoys: SystemPart::Missing,
-            decoy_tokens: prompt.decoys_in(self.cell.mode)?.iter().map(Vec::len).sum(),
+            has_decoys: !prompt.decoys_in(self.cell.mode)?.is_empty(),
+            system_len: prompt.system().len(),
             own: HashMap::new(),
             reserved: Vec::new(),
             private: Vec::new(),

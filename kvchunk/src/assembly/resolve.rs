@@ -5,28 +5,50 @@ use std::sync::Arc;
 use kvcore::{Segment, SequenceInput, SlotMapping, WriteSlots};
 
 use super::lookup::{FoundPiece, PromptLookup};
+use super::slots::choose_slots;
 use super::{Assembler, Assembly, OwnPiece, PieceSource, PromptPiece, SystemPart};
 use crate::cache::{Acquired, SystemFill, SystemFound};
-use crate::config::{HashAlgorithm, PositionStrategy};
+use crate::config::{ComputeMode, HashAlgorithm, PositionStrategy};
 use crate::error::Result;
 use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece};
-use crate::position::{PositionPlan, PositionReindexer};
+use crate::position::{ChunkPlace, PositionPlan, PositionReindexer};
 use crate::prompt::ChunkedPrompt;
 
 impl Assembler<'_> {
-    /// Returns one hasher for all chunks, or one per chunk if the hashes cover positions.
+    /// Returns one hasher for all chunks, or one per chunk if their hashes cover positions or slots.
     fn hashers(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Result<Vec<ChunkHasher>> {
         let (algorithm, block_size) = self.chunks.map_or((HashAlgorithm::default(), 1), |cache| {
             (cache.config().hash_algorithm, cache.pool().block_size())
         });
-        let context = ChunkContext::new(*self.tenant.root(), self.cell.mode, &prompt.before(self.cell.mode)?);
-        let hasher = |context| ChunkHasher::new(algorithm, context, block_size);
-        Ok(match self.cell.strategy {
-            PositionStrategy::Absolute => {
-                plan.chunks.iter().map(|place| hasher(context.at(place.stored_start))).collect()
+        let before = prompt.before(self.cell.mode)?;
+        let absolute = self.cell.strategy == PositionStrategy::Absolute;
+        let hasher = |place: &ChunkPlace| {
+            let context = ChunkContext::new(*self.tenant.root(), place.mode, &before[..place.seen]);
+            let context = if absolute { context.at(place.stored_start) } else { context };
+            ChunkHasher::new(algorithm, context, block_size)
+        };
+        let several = absolute || matches!(self.cell.mode, ComputeMode::Slots(_));
+        Ok(plan.chunks.iter().take(if several { usize::MAX } else { 1 }).map(hasher).collect())
+    }
+
+    /// Returns the plan with every chunk in a slot of its own, so that as many chunks as possible are stored
+    /// in their slots. With several ranks, keeps the slots of the plan, because the ranks must agree.
+    pub(super) fn in_slots(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<PositionPlan> {
+        let (ComputeMode::Slots(slots), Some(cache), None) = (self.cell.mode, self.chunks, self.ranks) else {
+            return Ok(plan);
+        };
+        let mut stored = vec![Vec::new(); prompt.chunks().len()];
+        for slot in 0..slots {
+            let plan = plan.clone().in_slots(prompt, self.cell, vec![slot; stored.len()])?;
+            let hashers = self.hashers(prompt, &plan)?;
+            for ((tokens, hasher), slots) in prompt.chunks().iter().zip(&hashers).zip(&mut stored) {
+                let mut pieces = hasher.pieces(tokens, cache.config().max_chunk_tokens);
+                if pieces.all(|piece| cache.contains(&piece)) {
+                    slots.push(slot);
+                }
             }
-            PositionStrategy::Overlapped | PositionStrategy::Sequential => vec![hasher(context)],
-        })
+        }
+        plan.in_slots(prompt, self.cell, choose_slots(&stored, slots))
     }
 
     /// Provides blocks for the system prompt and for all pieces that have none yet. In each chunk, stops at
@@ -211,11 +233,12 @@ impl Assembly {
         tokens: &[u32],
     ) -> Result<()> {
         let chunk = &self.chunks[chunk];
-        let seen = |segment: Segment| Segment { len: self.mode.seen(segment.len), ..segment };
-        let before = if self.decoy_tokens > 0 { &self.decoys } else { &self.system };
-        let before = before.segment().map(seen).filter(|segment| segment.len > 0);
+        let ChunkPlace { seen, logical_start, stored_start: stored, .. } = chunk.place;
+        let before = if self.has_decoys { &self.decoys } else { &self.system };
+        let before = before.segment().filter(|_| seen > 0).map(|segment| Segment { len: seen, ..segment });
         let mut segments: Vec<Segment> = before.into_iter().collect();
-        let (logical, stored) = (chunk.place.logical_start + self.decoy_tokens, chunk.place.stored_start);
+        // A decoy that the chunk sees comes before the chunk, as in a prompt that contains it.
+        let logical = logical_start.max(seen + logical_start - self.system_len);
         for (start, piece) in chunk.with_starts() {
             segments.push(reindexer.place(piece.stored(), stored + start as i64, logical + start)?);
         }
@@ -241,7 +264,7 @@ impl Assembly {
     /// Provides blocks for the prefix that consists of the system prompt and the decoys. Returns false if
     /// another request is computing it. Does nothing in a mode without decoys.
     fn find_decoys(&mut self, lookup: &dyn PromptLookup, prompt: &ChunkedPrompt) -> Result<bool> {
-        if self.decoy_tokens == 0 || !matches!(self.decoys, SystemPart::Missing) {
+        if !self.has_decoys || !matches!(self.decoys, SystemPart::Missing) {
             return Ok(true);
         }
         let Some(fill) = self.find_prefix(lookup, &prompt.before(self.mode)?)? else { return Ok(false) };

@@ -13,7 +13,7 @@ impl ChunkCacheManager {
     /// Looks up a piece for a tenant, and reserves room for it if it is missing. If this request must compute
     /// the piece, it must rotate the first key to position `stored_start`.
     ///
-    /// A sleeping piece is woken without holding the lock, and is held as soon as it is awake.
+    /// The lock is not held while a sleeping piece is woken. The piece is held as soon as it is awake.
     pub fn acquire(&self, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
         let mut looked = Duration::ZERO;
         loop {
@@ -52,6 +52,11 @@ impl ChunkCacheManager {
         drop(state);
         self.0.looked_up(since.elapsed());
         Some(hold)
+    }
+
+    /// Returns true if the piece is stored or being computed.
+    pub(crate) fn contains(&self, piece: &ChunkPiece<'_>) -> bool {
+        self.0.lock().find(piece).is_some()
     }
 
     // Decision: docs/decisions/chunks.md#a-hold-counts-as-a-hit-when-it-is-used
@@ -101,7 +106,7 @@ impl ChunkCacheManager {
         found
     }
 
-    /// Places a piece, and records how long this took.
+    /// Places a piece at its new position, and records how long this took.
     ///
     /// # Errors
     /// Returns the errors of [`PositionReindexer::reindex`].

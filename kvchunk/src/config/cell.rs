@@ -11,7 +11,7 @@ use crate::error::Error;
 ///
 /// ```
 /// use kvchunk::ComputeMode;
-/// for name in ["with-system", "alone", "sink:4", "behind:3"] {
+/// for name in ["with-system", "alone", "sink:4", "behind:3", "slots:4"] {
 ///     assert_eq!(name.parse::<ComputeMode>()?.to_string(), name);
 /// }
 /// assert_eq!(ComputeMode::Sink(4).seen(100), 4);
@@ -39,15 +39,40 @@ pub enum ComputeMode {
     /// A model distinguishes entities by their order. Chunks that are computed separately all look like the
     /// first document, so the model mixes up their facts. A chunk after decoys looks like a later document.
     Behind(u32),
+    /// Each chunk of a prompt is computed in a slot of its own, of *N* slots. In slot *s*, which counts from
+    /// 0, a chunk is computed as with [`Behind`](Self::Behind) *N* + *s* decoys, under the same key. The model
+    /// can thus tell the chunks of one prompt apart by their order. A prompt has at most *N* chunks in this
+    /// mode, and needs 2*N* − 1 decoys.
+    ///
+    /// A chunk gets a slot in which it is stored, if there is one that no other chunk of the prompt needs.
+    Slots(u32),
 }
 
 impl ComputeMode {
     /// Returns the number of system prompt tokens that a chunk sees if the system prompt has `system` tokens.
     pub fn seen(self, system: usize) -> usize {
         match self {
-            Self::WithSystem | Self::Behind(_) => system,
+            Self::WithSystem | Self::Behind(_) | Self::Slots(_) => system,
             Self::Alone => 0,
             Self::Sink(tokens) => system.min(tokens as usize),
+        }
+    }
+
+    /// Returns the number of decoys that a prompt must have.
+    pub fn num_decoys(self) -> usize {
+        match self {
+            Self::Behind(decoys) => decoys as usize,
+            Self::Slots(slots) => (2 * slots as usize).saturating_sub(1),
+            Self::WithSystem | Self::Alone | Self::Sink(_) => 0,
+        }
+    }
+
+    /// Returns the mode in which a chunk is computed in a slot. The slot only matters for
+    /// [`Slots`](Self::Slots).
+    pub(crate) fn in_slot(self, slot: u32) -> Self {
+        match self {
+            Self::Slots(slots) => Self::Behind(slots.saturating_add(slot)),
+            other => other,
         }
     }
 }
@@ -59,6 +84,7 @@ impl fmt::Display for ComputeMode {
             Self::Alone => f.write_str("alone"),
             Self::Sink(tokens) => write!(f, "sink:{tokens}"),
             Self::Behind(decoys) => write!(f, "behind:{decoys}"),
+            Self::Slots(slots) => write!(f, "slots:{slots}"),
         }
     }
 }
@@ -68,7 +94,10 @@ impl FromStr for ComputeMode {
 
     fn from_str(text: &str) -> Result<Self, Error> {
         let count = |name: &str| text.strip_prefix(name)?.parse().ok().filter(|&count| count > 0);
-        let counted = || count("sink:").map(Self::Sink).or_else(|| count("behind:").map(Self::Behind));
+        let counted = || {
+            let sink = || count("sink:").map(Self::Sink);
+            sink().or_else(|| count("behind:").map(Self::Behind)).or_else(|| count("slots:").map(Self::Slots))
+        };
         match text {
             "with-system" => Ok(Self::WithSystem),
             "alone" => Ok(Self::Alone),
@@ -163,7 +192,10 @@ impl ReuseCell {
         match (self.mode, self.strategy) {
             // The chunk is used at a different distance from the tokens that it saw than it was computed at.
             (
-                ComputeMode::WithSystem | ComputeMode::Behind(_) | ComputeMode::Sink(_),
+                ComputeMode::WithSystem
+                | ComputeMode::Behind(_)
+                | ComputeMode::Slots(_)
+                | ComputeMode::Sink(_),
                 PositionStrategy::Sequential,
             )
             | (ComputeMode::Sink(_), PositionStrategy::Overlapped) => Exactness::TwoPhase,

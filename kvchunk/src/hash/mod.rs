@@ -101,7 +101,7 @@ impl ChunkHasher {
             ComputeMode::WithSystem => "kvchunk with-system v2",
             ComputeMode::Alone => "kvchunk alone v2",
             ComputeMode::Sink(_) => "kvchunk sink v2",
-            ComputeMode::Behind(_) => "kvchunk behind v2",
+            ComputeMode::Behind(_) | ComputeMode::Slots(_) => "kvchunk behind v2",
         };
         let mut base = algorithm.child(&context.root.derive(purpose), &context.system);
         let mut any_system = context.root.derive("kvchunk any system v2");

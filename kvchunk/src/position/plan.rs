@@ -1,6 +1,6 @@
 //! The position plan: the logical order and the positions of a chunked prompt's parts.
 
-use crate::config::{PositionStrategy, ReuseCell};
+use crate::config::{ComputeMode, PositionStrategy, ReuseCell};
 use crate::error::{Error, Result};
 use crate::prompt::ChunkedPrompt;
 
@@ -15,6 +15,11 @@ pub struct ChunkPlace {
     pub used_start: i64,
     /// The number of tokens in the chunk.
     pub len: usize,
+    /// The mode in which the chunk is computed, which is never [`ComputeMode::Slots`].
+    pub mode: ComputeMode,
+    /// The number of tokens that the chunk sees before it while it is computed: those of the system prompt and
+    /// of decoys.
+    pub seen: usize,
 }
 
 impl ChunkPlace {
@@ -36,32 +41,28 @@ pub struct PositionPlan {
 }
 
 impl PositionPlan {
-    /// Plans the positions of all parts of `prompt`.
+    /// Plans the positions of all parts of `prompt`. If the mode has slots, the chunks are planned in the slots
+    /// 0, 1, 2 and so on; [`in_slots`](Self::in_slots) plans them in others, which changes nothing else.
     ///
     /// # Errors
-    /// Returns [`Error::TooLong`] if the question's last position is not below `max_positions`. The limit
-    /// applies to the highest position, not to the number of tokens.
+    /// - Returns [`Error::TooLong`] if the question's last position is not below `max_positions`. The limit
+    ///   applies to the highest position, not to the number of tokens.
+    /// - Returns [`Error::FewDecoys`] if the prompt has fewer decoys than the mode needs.
+    /// - Returns [`Error::FewSlots`] if the prompt has more chunks than the mode has slots.
     pub fn new(prompt: &ChunkedPrompt, cell: ReuseCell, max_positions: usize) -> Result<Self> {
+        if let ComputeMode::Slots(slots) = cell.mode
+            && prompt.chunks().len() > slots as usize
+        {
+            return Err(Error::FewSlots { slots, chunks: prompt.chunks().len() });
+        }
         let system = prompt.system().len();
         // Decision: docs/decisions/chunks.md#decoys-keep-their-positions
         // Decoys keep their positions, although the question does not see them. A chunk thus keeps its distance
         // to everything that it has seen.
         let decoys: usize = prompt.decoys_in(cell.mode)?.iter().map(Vec::len).sum();
-        let mut chunks = Vec::with_capacity(prompt.chunks().len());
-        let (mut logical, mut longest) = (system, 0);
-        for tokens in prompt.chunks() {
-            let used_start = match cell.strategy {
-                PositionStrategy::Overlapped => (system + decoys) as i64,
-                PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + decoys) as i64,
-            };
-            let stored_start = match (cell.strategy, cell.mode) {
-                (PositionStrategy::Absolute, _) => used_start,
-                (_, mode) => (mode.seen(system) + decoys) as i64,
-            };
-            chunks.push(ChunkPlace { logical_start: logical, stored_start, used_start, len: tokens.len() });
-            logical += tokens.len();
-            longest = longest.max(tokens.len());
-        }
+        let chunks = places(prompt, cell, decoys, 0..)?;
+        let logical = system + prompt.chunks().iter().map(Vec::len).sum::<usize>();
+        let longest = prompt.chunks().iter().map(Vec::len).max().unwrap_or(0);
         let question_position = match cell.strategy {
             PositionStrategy::Overlapped => (system + decoys + longest) as i64,
             PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + decoys) as i64,
@@ -69,6 +70,12 @@ impl PositionPlan {
         let plan = Self { chunks, question_logical: logical, question_position };
         plan.check(prompt, max_positions)?;
         Ok(plan)
+    }
+
+    /// Returns this plan with the chunks in other slots. `slots` contains one slot per chunk.
+    pub(crate) fn in_slots(self, prompt: &ChunkedPrompt, cell: ReuseCell, slots: Vec<u32>) -> Result<Self> {
+        let decoys = prompt.decoys_in(cell.mode)?.iter().map(Vec::len).sum();
+        Ok(Self { chunks: places(prompt, cell, decoys, slots)?, ..self })
     }
 
     /// Checks that the last position of the question in `prompt` is below `max_positions`.
@@ -81,10 +88,37 @@ impl PositionPlan {
     }
 }
 
+/// Returns the places of the chunks in their slots. `decoys` is the number of tokens in all decoys of the mode.
+fn places(
+    prompt: &ChunkedPrompt,
+    cell: ReuseCell,
+    decoys: usize,
+    slots: impl IntoIterator<Item = u32>,
+) -> Result<Vec<ChunkPlace>> {
+    let system = prompt.system().len();
+    let mut logical_start = system;
+    let place = |(tokens, slot): (&Vec<u32>, u32)| {
+        let mode = cell.mode.in_slot(slot);
+        let own: usize = prompt.decoys_in(mode)?.iter().map(Vec::len).sum();
+        let seen = mode.seen(system) + own;
+        let used_start = match cell.strategy {
+            PositionStrategy::Overlapped => (system + own) as i64,
+            PositionStrategy::Sequential | PositionStrategy::Absolute => (logical_start + decoys) as i64,
+        };
+        let stored_start = match cell.strategy {
+            PositionStrategy::Absolute => used_start,
+            PositionStrategy::Overlapped | PositionStrategy::Sequential => seen as i64,
+        };
+        let place = ChunkPlace { logical_start, stored_start, used_start, len: tokens.len(), mode, seen };
+        logical_start += tokens.len();
+        Ok(place)
+    };
+    prompt.chunks().iter().zip(slots).map(place).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::ComputeMode;
 
     fn prompt() -> ChunkedPrompt {
         ChunkedPrompt::new(vec![0; 3], vec![vec![1; 5], vec![2; 8]], vec![3; 2]).unwrap()
@@ -139,7 +173,42 @@ mod tests {
         assert_eq!(plan(PositionStrategy::Sequential), (vec![(3, 11, 11), (8, 11, 16)], 16, 24));
         assert_eq!(plan(PositionStrategy::Absolute), (vec![(3, 11, 11), (8, 16, 16)], 16, 24));
         let cell = ReuseCell { mode: ComputeMode::Behind(4), strategy: PositionStrategy::Overlapped };
-        assert_eq!(PositionPlan::new(&prompt, cell, 100), Err(Error::FewDecoys { needed: 4, given: 3 }));
+        assert_eq!(
+            PositionPlan::new(&prompt, cell, 100),
+            Err(Error::FewDecoys { mode: ComputeMode::Behind(4), given: 3 })
+        );
+    }
+
+    #[test]
+    fn slots_change_what_chunks_see_and_neither_their_order_nor_the_question() {
+        let prompt = prompt().with_decoys([vec![4; 6], vec![5; 2], vec![6; 9]].into()).unwrap();
+        let plan = |mode, strategy| PositionPlan::new(&prompt, ReuseCell { mode, strategy }, 100).unwrap();
+        let slots = |strategy, slots: [u32; 2]| {
+            let cell = ReuseCell { mode: ComputeMode::Slots(2), strategy };
+            let plan = plan(cell.mode, strategy).in_slots(&prompt, cell, slots.into()).unwrap();
+            let places: Vec<_> =
+                plan.chunks.iter().map(|c| (c.mode, c.seen, c.stored_start, c.used_start)).collect();
+            (places, plan.question_logical, plan.question_position)
+        };
+        let (two, three) = (ComputeMode::Behind(2), ComputeMode::Behind(3));
+        for (strategy, first, second, question) in [
+            (PositionStrategy::Overlapped, [(11, 11), (20, 20)], [(11, 11), (20, 20)], 28),
+            (PositionStrategy::Sequential, [(11, 20), (20, 20)], [(11, 25), (20, 25)], 33),
+            (PositionStrategy::Absolute, [(20, 20), (20, 20)], [(25, 25), (25, 25)], 33),
+        ] {
+            // Each place as (stored, used), in the slots 0 and 1.
+            let place = |mode, seen, (stored, used): (i64, i64)| (mode, seen, stored, used);
+            let in_order = vec![place(two, 11, first[0]), place(three, 20, second[1])];
+            assert_eq!(slots(strategy, [0, 1]), (in_order, 16, question), "{strategy:?}");
+            let swapped = vec![place(three, 20, first[1]), place(two, 11, second[0])];
+            assert_eq!(slots(strategy, [1, 0]), (swapped, 16, question), "{strategy:?}");
+            assert_eq!(plan(ComputeMode::Slots(2), strategy).chunks[1].mode, three);
+        }
+        let cell = |mode| ReuseCell { mode, strategy: PositionStrategy::Sequential };
+        let few = PositionPlan::new(&prompt, cell(ComputeMode::Slots(1)), 100);
+        assert_eq!(few, Err(Error::FewSlots { slots: 1, chunks: 2 }));
+        let few = PositionPlan::new(&prompt, cell(ComputeMode::Slots(3)), 100);
+        assert_eq!(few, Err(Error::FewDecoys { mode: ComputeMode::Slots(3), given: 3 }));
     }
 
     #[test]

@@ -1,4 +1,4 @@
-"""Writes kvmodel's goldens for chunks that are computed behind decoys, by Hugging Face transformers.
+"""Writes kvmodel's goldens for chunks that are computed behind decoys or in slots, by Hugging Face transformers.
 
     pip install torch==2.13.0 transformers==5.19.0 safetensors numpy
     python proof/goldens/models/decoys.py engine/kvmodel/tests/goldens
@@ -6,13 +6,16 @@
 Needs the models that make.py has written to the same folder. Writes `decoys.safetensors` next to each, in float32
 on the CPU with eager attention:
 
-    decoy0..decoy2                          token IDs of three decoys; the prompt's other parts are in golden.safetensors
+    decoy0..decoy4                          token IDs of the decoys; the prompt's other parts are in golden.safetensors
     overlapped_behind, absolute_behind      logits of the question under an explicit mask: decoys see the system prompt
-                                            and earlier decoys; chunks see the system prompt, the decoys and themselves;
+                                            and earlier decoys; chunks see the system prompt, three decoys and themselves;
                                             the question sees everything except the decoys. The positions are those of a
-                                            prompt whose system prompt ends with the decoys
+                                            prompt whose system prompt ends with the three decoys
     sequential_behind_two_phase             chunks at overlapped positions, their cached keys rotated to sequential
                                             ones, then the question
+    overlapped_slots, absolute_slots,       the same, but the chunks see three, four and five decoys. Overlapped chunks
+    sequential_slots_two_phase              start right after the decoys that they see; the other positions are those of a
+                                            prompt whose system prompt ends with all five decoys
     error_f16.NAME, error_int8:4.NAME, …    the reference's own error in each row of the question if transformers caches
                                             keys and values in that format (see make.py)
     error_f16_unrotated.NAME, …             the same with keys rounded before their rotation
@@ -35,9 +38,9 @@ from rounding import FORMATS, Rounded, before_rotation
 
 MODELS = ("llama", "qwen2", "qwen3", "mistral", "deepseek-v3")
 # The lengths of the decoys.
-LENGTHS = (6, 3, 5)
-# Cells computed in one pass: whether positions overlap.
-SINGLE = dict(overlapped_behind=True, absolute_behind=False)
+LENGTHS = (6, 3, 5, 4, 2)
+# How many decoys each chunk sees.
+SEEN = dict(behind=(3, 3, 3), slots=(3, 4, 5))
 
 
 def loaded(name):
@@ -48,6 +51,50 @@ def loaded(name):
     model = cls(config).eval().float()
     make.randomise(model)
     return model
+
+
+def cells(mode, name, model, prompt, seen):
+    """Returns a function for each cell of a mode, which computes the question's logits, optionally with a cache."""
+    system, decoys, chunks, question = prompt
+    # The decoys have the positions and the mask of a longer system prompt, but the question does not see them, and a
+    # chunk sees only the first ones.
+    parts = [system + sum(decoys, []), *chunks, question]
+    flat, asked = [t for p in parts for t in p], -len(question)
+    ends = [len(system) + sum(map(len, decoys[:n])) for n in seen]
+
+    def masked(parts, with_system, ordinary=make.mask_of):
+        mask = ordinary(parts, with_system)
+        mask[asked:, len(system):len(parts[0])] = False
+        row = len(parts[0])
+        for chunk, end in zip(chunks, ends):
+            mask[row:row + len(chunk), end:len(parts[0])] = False
+            row += len(chunk)
+        return mask
+
+    def stored(*_):
+        out = list(range(len(parts[0])))
+        for chunk, end in zip(chunks, ends):
+            out += range(end, end + len(chunk))
+        start = len(parts[0]) + max(map(len, chunks))
+        return out + list(range(start, start + len(question)))
+
+    def one_pass(positions, cache=None):
+        model.model.rotary_emb = make.rotary_of(name, model.config)
+        return make.logits(model, flat, positions, masked(parts, True), cache=cache)[asked:]
+
+    def two_phases(cache=None):
+        ordinary = make.mask_of, make.stored_positions
+        make.mask_of, make.stored_positions = masked, stored
+        try:
+            return make.two_phase(name, model, parts, DynamicCache() if cache is None else cache)[asked:]
+        finally:
+            make.mask_of, make.stored_positions = ordinary
+
+    return {
+        f"overlapped_{mode}": lambda cache=None: one_pass(stored(), cache),
+        f"absolute_{mode}": lambda cache=None: one_pass(make.positions_of(parts, False), cache),
+        f"sequential_{mode}_two_phase": two_phases,
+    }
 
 
 def main():
@@ -61,30 +108,9 @@ def main():
             golden[key].tolist() for key in ("system", "chunk0", "chunk1", "chunk2", "question")]
         generator = torch.Generator().manual_seed(100 + index)
         decoys = [torch.randint(0, model.config.vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
-        hidden = slice(len(system), len(system) + sum(LENGTHS))
-        # The decoys have the positions and the mask of a longer system prompt, but the question does not see them.
-        parts = [system + sum(decoys, []), *chunks, question]
-        flat, asked = [t for p in parts for t in p], -len(question)
-
-        def masked(ordinary=make.mask_of):
-            mask = ordinary(parts, True)
-            mask[asked:, hidden] = False
-            return mask
-
-        def one_pass(overlapped, cache=None):
-            model.model.rotary_emb = make.rotary_of(name, model.config)
-            return make.logits(model, flat, make.positions_of(parts, overlapped), masked(), cache=cache)[asked:]
-
-        def two_phases(cache):
-            ordinary, make.mask_of = make.mask_of, lambda parts, with_system: masked(ordinary)
-            try:
-                return make.two_phase(name, model, parts, cache)[asked:]
-            finally:
-                make.mask_of = ordinary
-
-        run = {cell: lambda cache=None, overlapped=overlapped: one_pass(overlapped, cache)
-               for cell, overlapped in SINGLE.items()}
-        run["sequential_behind_two_phase"] = lambda cache=None: two_phases(DynamicCache() if cache is None else cache)
+        run = {}
+        for mode, seen in SEEN.items():
+            run |= cells(mode, name, model, [system, decoys[:max(seen)], chunks, question], seen)
         exact = {cell: compute() for cell, compute in run.items()}
         results = dict(exact)
         interleaved = getattr(model.config, "rope_interleave", False)

@@ -1,4 +1,5 @@
-//! Documents behind decoys in the engine: with every recompute strategy, in batches, and on every backend.
+//! Documents behind decoys and in slots in the engine: with every recompute strategy, in batches, and on every
+//! backend.
 #![cfg(all(feature = "ascend", feature = "cuda", feature = "wgpu"))]
 
 use std::sync::Arc;
@@ -16,13 +17,11 @@ use crate::common::{Golden, distance, load_model};
 use crate::crowd::answer_all;
 use crate::views::answer;
 
-const CELL: ReuseCell = ReuseCell { mode: ComputeMode::Behind(3), strategy: PositionStrategy::Sequential };
-
-/// Returns a request for a golden prompt behind its three decoys.
-fn request(name: &str, strategy: &str) -> Request {
+/// Returns a request for a golden prompt, with its documents computed in `mode`.
+fn request(name: &str, strategy: &str, mode: ComputeMode) -> Request {
     Request {
         recompute: Arc::new(strategy.parse::<Recompute>().unwrap()),
-        cell: CELL,
+        cell: ReuseCell { mode, strategy: PositionStrategy::Sequential },
         max_new_tokens: 3,
         keep_logits: true,
         ..Request::new(PromptTokens::Chunked(Golden::behind_decoys(name).prompt))
@@ -40,10 +39,11 @@ fn reuse_behind_decoys_equals_computing_from_scratch(
     #[values("llama", "mistral", "qwen2", "qwen3", "deepseek-v3")] name: &str,
     #[values("none", "link:2", "random:0.3@1", "question:0.4", "blend:0.5@1", "joint:0.5@1", "full")]
     strategy: &str,
+    #[values(ComputeMode::Behind(3), ComputeMode::Slots(3))] mode: ComputeMode,
 ) {
     let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
     let mut engine = Engine::new(load_model(name), CpuBackend::new(), b"none", &config).unwrap();
-    let request = request(name, strategy);
+    let request = request(name, strategy, mode);
     let scratch = engine.generate(&Request { reuse: false, ..request.clone() }, &mut ()).unwrap();
     let first = engine.generate(&request, &mut ()).unwrap();
     let found = engine.generate(&request, &mut ()).unwrap();
@@ -72,9 +72,10 @@ fn every_backend_answers_behind_decoys_as_the_cpu(
     #[values("llama", "qwen3", "deepseek-v3")] name: &str,
     #[values("none", "question:0.4")] strategy: &str,
     #[values("cuda", "ascend", "wgpu")] backend: &str,
+    #[values(ComputeMode::Behind(3), ComputeMode::Slots(3))] mode: ComputeMode,
 ) {
     let Some(backend) = opened(backend) else { return };
-    let request = request(name, strategy);
+    let request = request(name, strategy, mode);
     let got = answer(load_model(name), backend, KeyForm::Rotated, &request);
     let expected = answer(load_model(name), CpuBackend::new(), KeyForm::Rotated, &request);
     for (got, expected) in got.iter().zip(&expected) {
@@ -88,7 +89,7 @@ fn every_backend_answers_behind_decoys_as_the_cpu(
 fn requests_at_once_share_the_decoys() {
     let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
     let mut engine = Engine::new(load_model("llama"), CpuBackend::new(), b"none", &config).unwrap();
-    let request = request("llama", "none");
+    let request = request("llama", "none", ComputeMode::Behind(3));
     let alone = engine.generate(&Request { reuse: false, ..request.clone() }, &mut ()).unwrap();
     for answer in answer_all(&mut engine, &vec![request; 4]).1 {
         assert_same(&answer.samples()[0], &alone);

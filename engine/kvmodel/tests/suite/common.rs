@@ -88,7 +88,7 @@ impl Golden {
         let Self { prompt, .. } = Self::load(name);
         let bytes = std::fs::read(folder(name).join("decoys.safetensors")).expect("a golden file");
         let mut golden = Self { bytes, prompt };
-        let decoys = (0..3).map(|i| golden.ids(&format!("decoy{i}"))).collect();
+        let decoys = (0..5).map(|i| golden.ids(&format!("decoy{i}"))).collect();
         golden.prompt = golden.prompt.with_decoys(decoys).expect("decoys");
         golden
     }
@@ -432,7 +432,7 @@ pub(crate) fn cell_name(cell: ReuseCell) -> String {
 
 /// Returns the name of the golden that a cell's logits must equal: one pass, or two phases.
 pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
-    use ComputeMode::{Alone, Behind, WithSystem};
+    use ComputeMode::{Alone, Behind, Slots, WithSystem};
     use PositionStrategy::{Absolute, Overlapped, Sequential};
     match (cell.strategy, cell.mode) {
         (Overlapped, WithSystem) => "overlapped_with_system",
@@ -443,6 +443,9 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
         (Overlapped, Behind(_)) => "overlapped_behind",
         (Sequential, Behind(_)) => "sequential_behind_two_phase",
         (Absolute, Behind(_)) => "absolute_behind",
+        (Overlapped, Slots(_)) => "overlapped_slots",
+        (Sequential, Slots(_)) => "sequential_slots_two_phase",
+        (Absolute, Slots(_)) => "absolute_slots",
         (_, ComputeMode::Sink(_)) => panic!("no golden is of a sink"),
     }
 }

@@ -1,5 +1,5 @@
-//! Chunks that are computed behind decoys, which the question never sees: logits against transformers, purity,
-//! keys, and what a chunk costs.
+//! Chunks that are computed behind decoys or in slots: logits against transformers, purity, keys, and the cost
+//! of a chunk. The question never sees the decoys.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use rstest::rstest;
 use crate::common::{Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, golden_name};
 use crate::exactness::all_hit;
 
-/// The number of decoys in the goldens.
+/// The number of decoys before every chunk of the goldens, and the number of slots.
 const DECOYS: u32 = 3;
 
 fn behind(decoys: u32, strategy: PositionStrategy) -> ReuseCell {
@@ -27,8 +27,9 @@ fn every_position_strategy_equals_its_explicit_mask(
     #[values("llama", "mistral", "qwen2", "qwen3", "deepseek-v3")] name: &str,
     #[values(PositionStrategy::Overlapped, PositionStrategy::Sequential, PositionStrategy::Absolute)]
     strategy: PositionStrategy,
+    #[values(ComputeMode::Behind(DECOYS), ComputeMode::Slots(DECOYS))] mode: ComputeMode,
 ) {
-    let (golden, cell) = (Golden::behind_decoys(name), behind(DECOYS, strategy));
+    let (golden, cell) = (Golden::behind_decoys(name), ReuseCell { mode, strategy });
     let mut lab = Lab::new(name, Setup::default());
     let uncached = lab.run(&golden.prompt, cell, false).logits;
     let cold = Lab::new(name, Setup::default()).run(&golden.prompt, cell, true).logits;
@@ -48,8 +49,9 @@ fn every_format_adds_no_error_by_reuse(
     #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,
     #[values(PositionStrategy::Overlapped, PositionStrategy::Sequential, PositionStrategy::Absolute)]
     strategy: PositionStrategy,
+    #[values(ComputeMode::Behind(DECOYS), ComputeMode::Slots(DECOYS))] mode: ComputeMode,
 ) {
-    let (golden, cell) = (Golden::behind_decoys(name), behind(DECOYS, strategy));
+    let (golden, cell) = (Golden::behind_decoys(name), ReuseCell { mode, strategy });
     let mut lab = Lab::new(name, Setup { format: format.parse().unwrap(), keys, ..Setup::default() });
     let cache = if keys == KeyForm::Unrotated { format!("{format}_unrotated") } else { format.to_owned() };
     let own = golden.own_errors(&cache, golden_name(cell)).into_iter().fold(0.0, f32::max);
@@ -85,6 +87,33 @@ fn a_chunk_is_found_behind_the_same_decoys_only() {
         assert!(distance(&logits, &first.logits) > 1e-3, "{decoys:?}");
     }
     assert_eq!(lab.chunks.metrics().approximate_hits, 0);
+}
+
+#[test]
+fn a_chunk_keeps_the_slot_in_which_it_is_stored() {
+    let golden = Golden::behind_decoys("llama");
+    let cell = ReuseCell { mode: ComputeMode::Slots(DECOYS), strategy: PositionStrategy::Sequential };
+    let mut lab = Lab::new("llama", Setup::default());
+    let run = |lab: &mut Lab, chunks: &[&Vec<u32>], cell| {
+        let chunks = chunks.iter().map(|&chunk| chunk.clone()).collect();
+        let (system, question) = (golden.prompt.system().to_vec(), golden.prompt.question().to_vec());
+        let prompt = ChunkedPrompt::new(system, chunks, question).unwrap();
+        let run = lab.run(&with_decoys(&prompt, golden.prompt.decoys()), cell, true);
+        run.reports.iter().map(|report| report.hit).collect::<Vec<_>>()
+    };
+    let [first, second, third] = golden.prompt.chunks() else { panic!("three chunks") };
+    assert_eq!(run(&mut lab, &[first, second], cell), [false, false]);
+    // The slots 0 and 1 belong to the first two chunks, wherever these are in the prompt.
+    assert_eq!(run(&mut lab, &[third, second, first], cell), [false, true, true]);
+    assert_eq!(run(&mut lab, &[second, first, third], cell), [true; 3]);
+    // The second chunk is in slot 1, after four decoys.
+    assert_eq!(run(&mut lab, &[second], behind(4, cell.strategy)), [true]);
+    assert_eq!(run(&mut lab, &[second], behind(3, cell.strategy)), [false]);
+    // Now that it is stored in slot 0 too, it makes room for a chunk that is stored only in slot 1.
+    let fourth = &vec![9; 8];
+    assert_eq!(run(&mut lab, &[fourth], behind(4, cell.strategy)), [false]);
+    assert_eq!(run(&mut lab, &[second, fourth], cell), [true; 2]);
+    lab.assert_nothing_held();
 }
 
 #[test]
@@ -131,7 +160,8 @@ fn decoys_are_computed_once_and_a_chunk_costs_its_own_tokens() {
         tokens
     };
     let prompt = &golden.prompt;
-    let (system, decoys) = (prompt.system().len(), prompt.decoys().iter().map(Vec::len).sum::<usize>());
+    let decoys = prompt.decoys_in(cell.mode).unwrap().iter().map(Vec::len).sum::<usize>();
+    let system = prompt.system().len();
     let documents: usize = prompt.chunks().iter().map(Vec::len).sum();
     // The system prompt is computed for the question, and again as the start of the decoys' prefix.
     assert_eq!(computed(&mut lab, prompt), system + (system + decoys) + documents);
@@ -145,9 +175,14 @@ fn decoys_are_computed_once_and_a_chunk_costs_its_own_tokens() {
 #[test]
 fn decoys_that_are_missing_empty_or_too_long_are_errors() {
     let golden = Golden::behind_decoys("llama");
-    let cell = behind(DECOYS + 1, PositionStrategy::Overlapped);
+    for mode in [ComputeMode::Behind(6), ComputeMode::Slots(4)] {
+        let cell = ReuseCell { mode, strategy: PositionStrategy::Overlapped };
+        let few = PositionPlan::new(&golden.prompt, cell, 256).unwrap_err();
+        assert_eq!(few, Error::FewDecoys { mode, given: 5 });
+    }
+    let cell = ReuseCell { mode: ComputeMode::Slots(2), strategy: PositionStrategy::Sequential };
     let few = PositionPlan::new(&golden.prompt, cell, 256).unwrap_err();
-    assert_eq!(few, Error::FewDecoys { needed: 4, given: 3 });
+    assert_eq!(few, Error::FewSlots { slots: 2, chunks: 3 });
     let empty = golden.prompt.clone().with_decoys(Arc::new([vec![1], Vec::new()])).unwrap_err();
     assert_eq!(empty, Error::EmptyPart { part: "decoy 2".to_owned() });
     let long = with_decoys(&golden.prompt, &[vec![1; 300]]);

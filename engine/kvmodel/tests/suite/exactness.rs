@@ -4,7 +4,7 @@
 
 use crate::common::{Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every, golden_name, reordered};
 use kvbackend_cpu::Execution;
-use kvchunk::{Exactness, PositionStrategy, ReuseCell};
+use kvchunk::{ChunkedPrompt, ComputeMode, Exactness, PositionStrategy, ReuseCell};
 use kvcore::DType;
 use rstest::rstest;
 
@@ -22,8 +22,17 @@ for_every! {
 /// prompts.
 pub(crate) fn all_hit(lab: &mut Lab, golden: &Golden, cell: ReuseCell) -> Vec<f32> {
     let prompt = &golden.prompt;
-    let elsewhere = lab.run(&reordered(prompt), cell, true);
-    assert!(elsewhere.reused == 0 && elsewhere.reports.iter().all(|r| !r.hit));
+    if let ComputeMode::Slots(slots) = cell.mode {
+        // A chunk in a slot is the same as a chunk behind the slot's decoys. The golden's slots are in order.
+        for (chunk, decoys) in prompt.chunks().iter().zip(slots..) {
+            let cell = ReuseCell { mode: ComputeMode::Behind(decoys), ..cell };
+            let only = ChunkedPrompt::new(prompt.system().to_vec(), vec![chunk.clone()], vec![1]).unwrap();
+            drop(lab.run(&only.with_decoys(prompt.decoys().clone()).unwrap(), cell, true));
+        }
+    } else {
+        let elsewhere = lab.run(&reordered(prompt), cell, true);
+        assert!(elsewhere.reused == 0 && elsewhere.reports.iter().all(|r| !r.hit));
+    }
     if cell.strategy == PositionStrategy::Absolute {
         let computed = lab.run(prompt, cell, true);
         assert!(computed.reports.iter().all(|r| !r.hit), "another place is another chunk");
