@@ -6,7 +6,7 @@ use crate::base::{BlockId, DType, KvFormat};
 
 /// An error of `kvcore`, or of a backend that implements its contract.
 ///
-/// Unless its documentation says otherwise, a call that returns an error changes nothing: it holds no blocks
+/// Unless a function's documentation says otherwise, a call that fails changes nothing: it keeps no blocks
 /// and leaves all metadata unchanged.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]

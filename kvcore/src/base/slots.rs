@@ -17,8 +17,8 @@ impl SlotMapping {
         &self.0
     }
 
-    /// Creates the slots for some tokens of a run that is stored in `blocks`. `tokens` are indices into the
-    /// run.
+    /// Creates the slot mapping for some tokens of a run that is stored in `blocks`. `tokens` are indices
+    /// into the run.
     ///
     /// ```
     /// use kvcore::{BlockId, SlotMapping};

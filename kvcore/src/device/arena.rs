@@ -55,7 +55,7 @@ impl KvArena {
     }
 
     /// Creates an arena with storages from `memory`, which is called for K, V, K's scales and V's scales, in
-    /// this order. Its arguments are the size in bytes, and true if the storage is for static scales.
+    /// this order, with the size in bytes, and with true if the storage is for static scales.
     pub(crate) fn allocate_with(
         backend: &dyn Backend,
         layout: Arc<KvLayout>,
@@ -99,8 +99,8 @@ impl KvArena {
     /// are kept.
     ///
     /// # Errors
-    /// Returns the errors of [`from_storage`](Self::from_storage), but [`Error::Aliased`] if any two of the
-    /// four storages share memory. Returns [`Error::InvalidFormat`] for a dense layout.
+    /// Returns the errors of [`from_storage`](Self::from_storage), where [`Error::Aliased`] applies to any
+    /// two of the four storages. Returns [`Error::InvalidFormat`] for a dense layout.
     pub fn with_scales(
         k: Arc<dyn Storage>,
         v: Arc<dyn Storage>,

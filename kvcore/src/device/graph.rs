@@ -192,7 +192,7 @@ impl<T: Clone> GraphCache<T> {
     /// Returns the mode and the output of `record`, which refers to the step's results.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the number of rows is not the key's, and the errors of `record`,
+    /// Returns [`Error::Mismatch`] if the number of rows differs from the key's, and the errors of `record`,
     /// [`Stream::capture`] and [`Graph::replay`]. A step that cannot be captured is not an error.
     pub fn run(
         &mut self,

@@ -49,7 +49,7 @@ impl IntKind {
         }
         let limit = f32::from(self.max());
         let near = f16::from_f32(amax / limit);
-        // This product of an 11-bit and a 7-bit number is exact.
+        // The product of an 11-bit and a 7-bit number is exact in f32.
         let up = near.to_f32() * limit < amax;
         let scale = if up { f16::from_bits(near.to_bits() + 1) } else { near };
         if scale.is_finite() { scale } else { f16::NAN }

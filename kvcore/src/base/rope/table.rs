@@ -117,7 +117,7 @@ impl Rope {
         self.config.pairing
     }
 
-    /// Returns the limit for positions and distances, whose magnitude must be below it.
+    /// Returns the limit for positions and distances. Their magnitudes must be below this limit.
     pub fn max_positions(&self) -> usize {
         self.max_positions
     }

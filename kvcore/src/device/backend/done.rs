@@ -77,7 +77,7 @@ fn watch() {
 }
 
 /// A future that completes when an event is done, with the result of [`Event::wait`]. The `done` method of an
-/// event creates it. Dropping the future has no effect.
+/// event creates the future. Dropping it does not affect the event.
 #[derive(Debug)]
 pub struct EventDone(Arc<Mutex<Told>>);
 

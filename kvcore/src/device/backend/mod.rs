@@ -66,7 +66,7 @@ pub trait Event: Send + Sync + fmt::Debug {
 
     /// Calls `call` once, with the result of [`wait`](Self::wait), when everything enqueued before the event
     /// is done. This method does not block, unless the backend runs work only when something waits for it, or
-    /// the system cannot start a thread. `event.done()` returns a future based on it.
+    /// the system cannot start a thread. `event.done()` returns a future based on this method.
     ///
     /// `call` runs on the calling thread if the event is already done, and otherwise on a thread that also
     /// handles other events. It must therefore return quickly and must not block.

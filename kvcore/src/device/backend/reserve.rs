@@ -45,7 +45,7 @@ pub trait ReservedStorage: Storage {
     fn mapped_bytes(&self) -> usize;
 
     /// Returns the size of the physical memory behind the storage, in bytes. On a device that can release a
-    /// storage only as a whole, this exceeds the number of mapped bytes.
+    /// storage only as a whole, this can exceed the number of mapped bytes.
     fn resident_bytes(&self) -> usize {
         self.mapped_bytes()
     }

@@ -48,8 +48,8 @@ pub struct Gather {
 }
 
 impl Gather {
-    /// Creates a gather that reads keys as stored. A literal that ends in `..Gather::new(…)` stays valid when
-    /// a field is added.
+    /// Creates a gather that reads keys as stored. A struct literal that ends in `..Gather::new(…)` stays
+    /// valid when a field is added.
     pub fn new(arena: &KvArena, layer: usize, slots: &Arc<[i64]>, k: TensorView, v: TensorView) -> Self {
         Self { arena: arena.clone(), layer, slots: Arc::clone(slots), k, v, rotation: None }
     }

@@ -23,7 +23,7 @@ use crate::device::{KvArena, WritePairs};
 ///     KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))
 /// };
 /// let (dense, small) = (arena(DType::BF16.into(), 8)?, arena(KvFormat::Int8 { group: 32 }, 4)?);
-/// // two blocks wait in a little over half their bytes and come back
+/// // quantise two blocks to a little over half their size, and dequantise them again
 /// let (resident, waiting) = (BlockPool::new(0..8)?, BlockPool::new(0..4)?);
 /// let (own, kept) = (resident.allocate(2)?, waiting.allocate(2)?);
 /// let [a, b] = [own.ids()[0], own.ids()[1]];

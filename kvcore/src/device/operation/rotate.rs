@@ -21,7 +21,7 @@ pub struct RotateKeys {
     pub layer: usize,
     /// `(source, destination)` pairs. The destinations must be blocks that the caller is filling.
     pub pairs: WritePairs,
-    /// Distance to rotate by, and the rotary embedding.
+    /// The rotary embedding, and the distance to rotate the keys by.
     pub rotation: Rotation,
 }
 

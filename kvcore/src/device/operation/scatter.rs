@@ -51,8 +51,8 @@ impl RowRotation {
 }
 
 impl Scatter {
-    /// Creates a scatter that stores keys as given. A literal that ends in `..Scatter::new(…)` stays valid
-    /// when a field is added.
+    /// Creates a scatter that stores keys as given. A struct literal that ends in `..Scatter::new(…)` stays
+    /// valid when a field is added.
     pub fn new(arena: &KvArena, layer: usize, k: TensorView, v: TensorView, slots: &WriteSlots) -> Self {
         Self { arena: arena.clone(), layer, k, v, slots: slots.clone(), rotation: None }
     }

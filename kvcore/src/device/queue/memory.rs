@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::base::{MemoryKind, Result};
 use crate::device::Storage;
 
-/// Sizes above this number of bytes are rounded up to a multiple of it, and smaller sizes to a power of two.
+/// Larger sizes are rounded up to a multiple of this number of bytes, and smaller sizes to a power of two.
 const STEP: usize = 1 << 20;
 
 /// The minimum size of a loan, in bytes.

@@ -64,7 +64,7 @@ const MOST_TABLES: usize = 64;
 impl Index {
     pub(super) fn new(tables: usize, blocks: usize, duplicates: bool) -> Self {
         let tables = tables.next_power_of_two().min(MOST_TABLES);
-        // A little above the average, so that tables rarely grow when keys are spread unevenly.
+        // The capacity is a little above the average, so tables rarely grow even if keys are spread unevenly.
         let room = if tables == 1 { blocks } else { blocks / tables * 9 / 8 + 64 };
         let table = || Mutex::new(IndexTable { entries: HashTable::with_capacity(room), stamp: 0 });
         Self { tables: (0..tables).map(|_| table()).collect(), duplicates }

@@ -196,8 +196,8 @@ mod tests {
         assert_eq!(pool.lookup_chain(&keys).len(), 0, "the time to live");
     }
 
-    /// Checks the example of seed 000: 10 GiB, 32 heads of 128 elements in bf16. The seed's formula ignores
-    /// the layers: for one layer our result is the same 40,960 blocks, and for 32 layers it is 1/32 of them.
+    /// Checks an example of the project's first documents: 10 GiB, 32 heads of 128 elements in bf16. Their
+    /// formula, which ignores the layers, gives 40,960 blocks. With 32 layers, only 1/32 of them fit.
     #[test]
     fn seed_000s_block_count_is_the_one_of_a_single_layer() {
         let extents = |num_layers| KvExtents {

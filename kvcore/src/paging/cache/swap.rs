@@ -86,7 +86,7 @@ impl PagedKvCache {
         let pairs: Arc<[_]> = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
         let pairs = blocks.write_pairs(pairs)?;
         stream.swap_blocks(&SwapBlocks { src: self.arena().clone(), dst: arena.clone(), pairs })?;
-        // The copy may still be running when this fails, and its blocks must not become free before it ends.
+        // If recording fails, the copy may still run, so its blocks must not become free before it ends.
         let copied = stream.record().inspect_err(|_| drop(stream.synchronize()))?;
         Ok(SwappedSequence {
             arena: arena.clone(),

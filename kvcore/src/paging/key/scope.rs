@@ -20,7 +20,7 @@ const VERSION: &str = "kvcore key scope v2";
 pub struct KeyScope(ScopeEncoder);
 
 impl KeyScope {
-    /// Creates a scope for the model named `model`. `revision` must identify its weights and configuration.
+    /// Creates a scope for the model `model`. `revision` must identify the model's weights and configuration.
     pub fn new(model: &str, revision: &[u8]) -> Self {
         let mut encoder = ScopeEncoder::default();
         encoder.field("model", model.as_bytes());
