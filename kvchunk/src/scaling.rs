@@ -11,11 +11,11 @@ use crate::error::{Error, Result};
 /// Longer Context-Augmented Generation via Adaptive Parallel Encoding*, 2025).
 ///
 /// Chunks that were computed separately get more of the question's attention than chunks that were computed
-/// one after another, because each has its own first tokens. A temperature below 1 sharpens the logits of the
-/// chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged with the
-/// log-sum-exp of the other tokens. Neither costs additional time, because segments are merged by their
-/// log-sum-exps anyway. The system prompt and the question's own tokens (APE's shared prefix and query) are
-/// not changed.
+/// one after another, because each separate chunk has its own first tokens. A temperature below 1 sharpens
+/// the logits of the chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged
+/// with the log-sum-exp of the other tokens. Neither factor costs additional time, because segments are
+/// merged by their log-sum-exps anyway. The system prompt and the question's own tokens (APE's shared prefix
+/// and query) are not changed.
 ///
 /// ```
 /// use kvchunk::ContextScaling;

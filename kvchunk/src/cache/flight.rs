@@ -39,9 +39,9 @@ impl Flight {
 /// A thread [waits](Self::wait), a scheduler [polls](Self::is_over), and an async engine awaits the handle,
 /// which is a future.
 ///
-/// A waiter does not report how the work ended; ask the cache again to find out. If the work failed or was
-/// cancelled, the first request to ask takes it over. Never wait while you hold a reservation that you have
-/// not computed yet, because two requests could wait for each other.
+/// The handle does not report how the work ended; ask the cache again to find out. If the work failed or was
+/// cancelled, the first request that asks takes over the work. Never wait while you hold a reservation that
+/// you have not computed yet, because two requests could wait for each other.
 #[derive(Debug, Clone)]
 pub struct ChunkWaiter(pub(crate) Arc<Flight>);
 

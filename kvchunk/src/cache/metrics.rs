@@ -34,8 +34,8 @@ pub struct ChunkCacheMetrics {
     /// Number of pieces that were missing in this cache and came from another replica. Included in
     /// [`miss_count`](Self::miss_count).
     pub fetched: u64,
-    /// Number of failed requests to replicas, because the piece was gone, the replica failed, or the parcel
-    /// was wrong.
+    /// Number of requests to replicas that failed, because the piece was gone, the replica failed, or the
+    /// parcel was wrong.
     pub fetch_failures: u64,
     /// Number of pieces put to sleep.
     pub slept: u64,

@@ -162,8 +162,8 @@ impl CacheState {
         self.index.at(slot).filter(same).map(|_| slot)
     }
 
-    /// Adds a holder to a piece if it and the pool are awake, counts the use, and removes the piece from the
-    /// eviction order.
+    /// Adds a holder to a piece if both the piece and the pool are awake, counts the use, and removes the
+    /// piece from the eviction order.
     pub(crate) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &AwakePiece)> {
         if !self.pool.is_awake() {
             return None;

@@ -51,7 +51,7 @@ impl Drop for SystemFlight {
 
 impl ChunkCacheManager {
     /// Finds the cached part of a system prompt in `main`, and allocates blocks for the rest, unless another
-    /// request is computing it.
+    /// request is computing the same system prompt.
     ///
     /// # Errors
     /// Returns the errors of [`PrefixFill::new`].

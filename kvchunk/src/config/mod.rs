@@ -59,8 +59,8 @@ pub struct ChunkCacheConfig {
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
     /// The maximum time in milliseconds that a request waits for pieces that other requests are computing.
-    /// After that, the request computes them itself. It is also the maximum time that a request to wake a
-    /// piece waits for threads that are moving pieces.
+    /// After that, the request computes the pieces itself. This is also the maximum time that a request to
+    /// wake a piece waits for threads that are moving pieces.
     pub max_wait_ms: u64,
     /// True if a piece that is missing under this system prompt may be replaced with a piece that was
     /// computed with another system prompt of at most the same length. The error of such a hit is unbounded,

@@ -9,8 +9,8 @@ use crate::prefix::PrefixFill;
 
 /// One rank's lookup, which finds only the parts that all ranks find.
 ///
-/// If this rank has a piece that another rank lacks, it releases its hold, and all ranks recompute the piece.
-/// The stored copy stays in this rank's cache.
+/// If this rank has a piece that another rank lacks, this rank releases its hold, and all ranks recompute the
+/// piece. The stored copy stays in this rank's cache.
 #[derive(Debug)]
 pub(crate) struct RankLookup<'a> {
     pub(crate) local: LocalLookup<'a>,

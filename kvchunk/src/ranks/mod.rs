@@ -4,7 +4,7 @@
 //!   RankLookup                      on each rank                        among the ranks
 //!     fill_system ──► system prompt: found and allocated   ──► agree: the shortest part that all have
 //!     hold        ──► pieces: held, woken if they sleep    ──► agree: held by all, exact for all
-//!     acquire     ──► the others: reserved, or computed for the request alone
+//!     acquire     ──► missing pieces: reserved, or computed for the request alone
 //!     conclude                                             ──► agree: all have room
 //! ```
 //!

@@ -9,8 +9,8 @@
 //! | [`Recompute::Link`] | the first k of each chunk except the first | EPIC's LegoLink (Hu et al., 2024) |
 //! | [`Recompute::Blend`] | the fraction r whose KV deviates most | CacheBlend (Yao et al., 2024) |
 //! | [`Recompute::Question`] | the share r to which the question attends most | `ProphetKV` (2026) |
-//! | [`Recompute::Joint`] | the share r with the largest error in the question's attention | none: both of the above |
-//! | [`Recompute::Random`] | the share r, drawn at random | none: a baseline that any choice must beat |
+//! | [`Recompute::Joint`] | the share r with the largest error in the question's attention | this crate |
+//! | [`Recompute::Random`] | the share r, drawn at random | this crate, as a baseline |
 //! | [`Recompute::Full`] | all | ordinary full attention at the positions of the cell |
 //!
 //! Differences from the sources:

@@ -136,7 +136,8 @@ fn score_of(scores: Option<&TokenScores>) -> impl Fn(usize, usize) -> f32 {
 /// case of a tie. Tokens of chunks whose KV already matches full attention are selected last.
 fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32) -> TokenSelection {
     let all: usize = chunks.iter().map(|chunk| chunk.tokens).sum();
-    // A product such as 0.15 × 20 is slightly above 3.
+    // Rounding can make a product such as 0.15 × 20 slightly larger than 3, so a small number is subtracted
+    // from it.
     let wanted = ((all as f64 * share - 1e-9).ceil().max(0.0) as usize).min(all);
     let tokens = chunks.iter().enumerate().flat_map(|(c, chunk)| (0..chunk.tokens).map(move |t| (c, t)));
     let mut scored: Vec<(bool, f32, usize, usize)> =

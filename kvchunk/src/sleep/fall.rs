@@ -11,8 +11,8 @@ use crate::cache::{
 use crate::error::{Error, Result};
 
 impl ChunkCacheManager {
-    /// Puts all pieces to sleep that are cold according to `rule`, and returns the number of these pieces.
-    /// Their blocks become free. A later hit on a sleeping piece wakes it.
+    /// Puts the pieces that are cold according to `rule` to sleep, and returns the number of pieces that were
+    /// put to sleep. Their blocks become free. A later hit on a sleeping piece wakes it.
     ///
     /// If the store fails after some pieces have been put to sleep, the other pieces stay awake and keep
     /// their eviction order, and the call succeeds.

@@ -18,14 +18,15 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepForm {
-    /// Unchanged, in blocks of a host arena, with a digest. Saving and waking wait for the stream.
+    /// Pieces are stored unchanged, in blocks of a host arena, with a digest. Saving and waking wait for the
+    /// stream.
     Plain,
-    /// Losslessly compressed. The bytes of the elements are separated into planes, so that signs and
-    /// exponents are apart from most mantissa bits, and zstd compresses each plane with a checksum. Saving
-    /// waits for the stream.
+    /// Pieces are compressed without loss. The bytes of the elements are separated into planes, so that signs
+    /// and exponents are apart from most mantissa bits, and zstd compresses each plane with a checksum.
+    /// Saving waits for the stream.
     Compressed,
-    /// In a quantised format. The contents after waking differ from the contents before sleep, so hits on the
-    /// piece are approximate from then on.
+    /// Pieces are stored in a quantised format. The contents after waking differ from the contents before
+    /// sleep, so hits on the piece are approximate from then on.
     Quantised(KvFormat),
 }
 

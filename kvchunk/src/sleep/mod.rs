@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   pieces      cold ──► fall ──► SleepStore (ArenaSleep: host memory) ──► wake ──► other blocks
-//!   the pool    sleep_pool ──► memory released, pieces copied ──► wake_pool ──► the blocks of before
+//!   the pool    sleep_pool ──► memory released, pieces copied ──► wake_pool ──► the same blocks
 //! ```
 //!
 //! When a piece is put to sleep, its blocks become free; a hit wakes it. While the whole pool sleeps, no

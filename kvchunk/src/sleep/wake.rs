@@ -21,7 +21,7 @@ use crate::pool::ChunkBlockPool;
 pub enum NotWoken {
     /// No piece has this hash.
     Unknown,
-    /// There is no room, even if every piece without holders were evicted.
+    /// There would be no room even if every piece without holders were evicted.
     NoRoom,
     /// The whole pool is asleep; see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
     PoolAsleep,
