@@ -93,8 +93,8 @@ const HISTOGRAMS: [LatencyColumn<PoolMetrics>; 2] = [
 ];
 
 impl PoolMetrics {
-    /// Reads the metrics of a pool without those of a manager: all counts of calls are 0, and the latencies
-    /// are empty. Blocks that are being filled or shared count as in flight.
+    /// Reads the metrics that the pool itself provides. All counts of a manager's calls are 0, and the
+    /// latencies are empty. Blocks that are being filled or shared count as in flight.
     pub(crate) fn of(pool: &BlockPool) -> Self {
         let counts = pool.counts();
         let in_flight = counts.mutable + counts.shared;

@@ -24,7 +24,7 @@ struct Named {
 /// All layers of a sequence share its blocks. The first layer to which a token is appended allocates the
 /// token's slot, and the other layers write to the same slot, so the length grows only once per token. Copies
 /// of rows run in the order of the caller's streams, as described at [`PagedKvCache`](PagedKvCache#order).
-/// Meant for engines that attend over dense tensors. Engines that read blocks in place should use
+/// Use this type for engines that attend over dense tensors. Engines that read blocks in place should use
 /// [`PagedKvCache`] itself.
 ///
 /// ```
@@ -156,7 +156,7 @@ impl PagedSequences {
     /// let id = sequences.create(None)?;
     /// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[6, 2, 3])?;
     /// sequences.append(stream.as_ref(), id, 0, &rows, &rows)?;
-    /// // The last four of six tokens were wrong: three others take their place.
+    /// // The last four of six tokens were wrong: three other tokens replace them.
     /// let new = rows.slice(0, 0, 3)?;
     /// let (k, _) = sequences.update(stream.as_ref(), id, 0, &new, &new, 2)?;
     /// assert_eq!((k.shape(), sequences.len(id)?), (&[5, 2, 3][..], 5));
