@@ -74,7 +74,8 @@ pub struct ForeignLoad {
     /// The engine's slots to write, one for each token. Negative slots, for example of a block that the
     /// engine has freed, are skipped.
     pub to: SlotMapping,
-    /// The distance to rotate keys by: their new position minus the position at which they are stored.
+    /// The number of positions to rotate keys by: their new position minus the position at which they are
+    /// stored.
     pub delta: i64,
 }
 
@@ -190,7 +191,7 @@ impl ForeignCache {
     ///     format: DType::F32.into(), order: BlockOrder::TokenMajor,
     /// };
     /// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::System, Arc::new(KvLayout::new(shape)?))?;
-    /// // Two blocks of 32 tokens; the keys of a head lie transposed, its values follow.
+    /// // Two blocks of 32 tokens; the keys of a head are transposed, and its values follow them.
     /// let theirs = ForeignShape { num_blocks: 2, block_size: 32, heads: 2, dim: 16, dtype: DType::F32 };
     /// let memory = backend.allocate(MemoryKind::System, 2 * 2 * 32 * 32 * 4)?;
     /// let plane = |start, order| ForeignPlane {
@@ -293,8 +294,8 @@ impl ForeignPlane {
     }
 
     /// Checks that no two elements of the plane share an address, and returns the number of elements from the
-    /// first to the last one. `piece` is the extent of a block and head, whose rows may alternate with the
-    /// rows of other heads.
+    /// first to the last one. `piece` is this number for a single block and head; its rows may alternate with
+    /// the rows of other heads.
     fn elements(&self, shape: &ForeignShape, piece: usize) -> Result<usize> {
         let (rows, mut covered) = match self.order {
             ForeignOrder::Rows { token } => ((token, shape.block_size), shape.dim),

@@ -110,7 +110,8 @@ impl Judgement {
 mod tests {
     use super::*;
 
-    /// Returns whether threads help, for each job's time in milliseconds and total number of preemptions.
+    /// Returns whether threads help with each job. A job is given by its time in milliseconds and by the
+    /// total number of preemptions so far.
     fn judged(judgement: &mut Judgement, start: Instant, jobs: &[(u64, u64)]) -> Vec<bool> {
         let at = |&(ms, count): &(u64, u64)| judgement.threads_help(start + Duration::from_millis(ms), count);
         jobs.iter().map(at).collect()

@@ -10,7 +10,7 @@ pub enum Execution {
     Immediate,
     /// Work runs when a read, a synchronisation or an event waits for it.
     ///
-    /// As on a GPU, a program that forgets to wait does not see the results. Meant for tests.
+    /// As on a GPU, a program that forgets to wait does not see the results. This mode is meant for tests.
     Deferred,
 }
 
@@ -44,9 +44,9 @@ pub struct CpuOptions {
     pub simd: Option<SimdLevel>,
     /// Number of threads per kernel, including the caller's.
     ///
-    /// `None` means one thread per processor, from a pool that all backends without a number share. If a
-    /// number is given, the backend has its own pool. The threads of a pool end when every backend, stream
-    /// and [`Products`](crate::dense::Products) that uses the pool has been dropped.
+    /// `None` means one thread per processor, from a pool shared by all backends that use `None`. If a number
+    /// is given, the backend has its own pool. The threads of a pool end when every backend, stream and
+    /// [`Products`](crate::dense::Products) that uses the pool has been dropped.
     pub threads: Option<usize>,
     /// The sizes at which fast kernels start to use threads and to bypass the caches.
     pub thresholds: Thresholds,

@@ -80,8 +80,8 @@ struct Job {
     parts: usize,
 }
 
-// SAFETY: `work` points to a `Sync` closure, and `Workers::run` keeps the closure alive until no thread is
-// inside.
+// SAFETY: `work` points to a `Sync` closure, and `Workers::run` keeps the closure alive until no thread works
+// on the job.
 unsafe impl Send for Job {}
 
 impl SharedQueue {
@@ -151,8 +151,8 @@ impl Workers {
     }
 
     // Decision: docs/decisions/backend-cpu.md#backends-without-a-thread-count-share-a-pool
-    /// Returns the pool with one thread per processor. It is shared by all backends that do not set a thread
-    /// count, and ends when nothing uses it any more.
+    /// Returns the pool with one thread per processor. The pool is shared by all backends that do not set a
+    /// thread count, and ends when nothing uses it any more.
     pub(crate) fn of_the_machine() -> Arc<Self> {
         static SHARED: Mutex<Weak<Workers>> = Mutex::new(Weak::new());
         let count = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);

@@ -17,8 +17,8 @@ impl Payload {
     }
 }
 
-/// A call that ranks make. A broadcast, all-gather or all-reduce must be made by all ranks of the group, with
-/// equal values. An exchange concerns only the ranks that it names.
+/// A rank's call. All ranks of the group must make the same broadcast, all-gather or all-reduce, with equal
+/// fields. An exchange concerns only the ranks that it names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CollectiveCall {
     Broadcast {
@@ -32,7 +32,7 @@ pub(super) enum CollectiveCall {
         op: ReduceOp,
         tensor: Payload,
     },
-    /// An exchange, whose messages are compared one by one.
+    /// An exchange. Its messages are compared one by one, as `Send` and `Receive`.
     Exchange,
     Send {
         to: usize,

@@ -37,7 +37,7 @@ struct GroupState {
     /// For each rank, whether it has left the group. The group fails as soon as a call needs a rank that has
     /// left.
     left: Vec<bool>,
-    /// The collective call under way, if at least one rank has made it.
+    /// The collective call in progress, or `None` if no rank has made it yet.
     call: Option<CollectiveCall>,
     /// The bytes contributed to the call under way, by rank.
     brought: Vec<Option<Vec<u8>>>,
@@ -81,7 +81,7 @@ impl ThreadGroup {
         self.changed.notify_all();
     }
 
-    /// Waits until all ranks have arrived with the same call, and returns each rank's bytes.
+    /// Waits until all ranks have made the same call, and returns the bytes that each rank contributed.
     pub(super) fn meet(&self, rank: usize, call: CollectiveCall, own: Vec<u8>) -> Result<RankBytes> {
         let mut own = Some(own);
         let mut awaited = None;

@@ -131,8 +131,8 @@ impl Communicator for ThreadCommunicator {
     fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()> {
         let _turn = self.turn.lock();
         self.check()?;
-        // If the stream fails, the other ranks must see that this rank aborted. An earlier failure takes
-        // precedence.
+        // If the stream fails, the other ranks must see that this rank aborted. An earlier failure of the
+        // group takes precedence.
         self.take_part(stream, collective.collective()).inspect_err(|_| self.abort())
     }
 
@@ -141,7 +141,7 @@ impl Communicator for ThreadCommunicator {
     }
 
     /// Waits for the stream. No time-out is needed: collective calls have already waited for the other ranks,
-    /// so no work on the stream waits for one.
+    /// so no work on the stream waits for another rank.
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         stream.synchronize()
     }
@@ -157,7 +157,7 @@ impl Drop for ThreadCommunicator {
     }
 }
 
-/// Waits for the stream, and returns a view's bytes.
+/// Waits for all work on the stream, and returns the view's bytes.
 fn read(stream: &dyn Stream, view: &TensorView) -> Result<Vec<u8>> {
     let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
     if !bytes.is_empty() {
@@ -166,7 +166,7 @@ fn read(stream: &dyn Stream, view: &TensorView) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Enqueues a write to a view.
+/// Enqueues a write of `bytes` to the view, unless `bytes` is empty.
 fn write(stream: &dyn Stream, view: &TensorView, bytes: &[u8]) -> Result<()> {
     if bytes.is_empty() { Ok(()) } else { stream.write(view, bytes) }
 }

@@ -114,8 +114,8 @@ impl SimdTask for Norm<'_> {
             let (factor, x) = (factor(x, self.eps), x.as_ptr());
             let y = self.y.at(row * width * size_of::<f32>(), size_of_val(self.weight)).cast::<f32>();
             // SAFETY: `x`, `weight` and `y` have `width` elements, and vectors are loaded and stored where
-            // `i + LANES <= width`. The elements of `y` are this thread's alone, and the caller is compiled
-            // for `S`.
+            // `i + LANES <= width`. No other thread accesses these elements of `y`, and the caller is
+            // compiled for `S`.
             unsafe {
                 let mut i = 0;
                 while i + S::LANES <= width {
@@ -215,8 +215,8 @@ impl SimdTask for PairFunction<'_> {
             (at.len(), y.at(at.start * size_of::<f32>(), at.len() * size_of::<f32>()).cast::<f32>());
         let (a, b) = (a[at.clone()].as_ptr(), b[at].as_ptr());
         // SAFETY: `a`, `b` and `y` have `len` elements; vectors are loaded and stored where `i + LANES <=
-        // len`, and the lanes have room for the longest vector. The elements of `y` are this thread's alone,
-        // and the caller is compiled for `S`.
+        // len`, and each of `lanes` has room for the longest vector. No other thread accesses these elements
+        // of `y`, and the caller is compiled for `S`.
         unsafe {
             let mut i = 0;
             while i + S::LANES <= len {

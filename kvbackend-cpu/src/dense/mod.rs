@@ -52,7 +52,7 @@ const FEWEST_OF_A_RUN: usize = 24;
 const FEW: usize = 64 << 10;
 /// The number of matrix rows to decode at a time.
 const GROUP: usize = 4 * tile::COLUMNS;
-/// Padding between decoded rows: one cache line, in elements.
+/// Padding between decoded rows, in elements: one cache line.
 const PAD: usize = 16;
 /// Minimum size of a thread's share of a matrix, in bytes: about as much as one thread multiplies by a row
 /// while another one is being woken.
@@ -131,7 +131,8 @@ impl<'a> Matrix<'a> {
         {
             return tile::Columns { values, count, stride: input };
         }
-        // Rows that are a power of two apart would map to the same sets of the first-level cache.
+        // Without the padding, rows that are a power of two apart would share few sets of the first-level
+        // cache.
         let stride = input + PAD;
         if scratch.len() < count * stride {
             scratch.resize(count * stride, 0.0);

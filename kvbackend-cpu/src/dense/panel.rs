@@ -55,7 +55,7 @@ pub(super) unsafe fn columns<S: Simd>(
     let (input, width) = (matrix.input, 2 * S::LANES);
     let whole = matrix.values.len() == matrix.out * input && columns.end <= matrix.out;
     assert!(x.len() == rows * input && whole, "whole rows");
-    // The rows are split into parts of equal length.
+    // Each row is split into parts of about equal length.
     let depth = input.div_ceil(input.div_ceil(DEPTH).max(1)).next_multiple_of(S::LANES);
     let runs = rows.div_ceil(ROWS);
     let apart = input.is_multiple_of(SAME_SETS) && rows * input > FEW;
@@ -83,9 +83,9 @@ pub(super) unsafe fn columns<S: Simd>(
                 for column in group.clone().step_by(width) {
                     let count = width.min(columns.end - column);
                     // SAFETY: the caller is compiled for `S`. The panel has `width` columns of `depth`
-                    // elements; the matrix has the rows starting at `column` with the elements starting at
-                    // `from`, `x` has these elements of rows `first..end`, `stride` elements apart; and by
-                    // contract `y` may be written at `count` columns of these rows.
+                    // elements. The matrix has `count` rows starting at `column`, with the elements `part`,
+                    // and `x` has these elements in rows `first..end`, which are `stride` elements apart. By
+                    // contract, `y` may be written at `count` columns of these rows.
                     unsafe {
                         let source = matrix.values.as_ptr().add(column * input + from);
                         let source = MatrixRows { elements: source, stride: input, rows: count };
@@ -115,7 +115,7 @@ struct MatrixRows {
 }
 
 impl MatrixRows {
-    /// Writes `depth` elements of each row as a column of a panel. Missing columns are filled with 0.
+    /// Writes `depth` elements of each row as a column of a panel. Columns without a row are filled with 0.
     ///
     /// # Safety
     /// Every row must have `depth` elements, and `panel` must be valid for writes of `depth` times
@@ -155,14 +155,14 @@ impl MatrixRows {
     }
 }
 
-/// Matrix columns side by side: `depth` pairs of vectors. Only the first `columns` elements of each pair are
-/// used.
+/// A panel: matrix rows that were transposed to columns, in `depth` pairs of vectors. Only the first
+/// `columns` elements of each pair are used.
 #[derive(Clone, Copy)]
 struct Panel {
     elements: *const f32,
     depth: usize,
     columns: usize,
-    /// True to add to the existing products.
+    /// True if the products are added to the contents of `y`.
     add: bool,
 }
 

@@ -1,5 +1,5 @@
-//! The products of a single row, as in decode steps. Matrix elements are converted just before they are
-//! multiplied.
+//! Products of a single row and a matrix, as in decode steps. Matrix elements are converted just before they
+//! are multiplied.
 
 use std::ops::Range;
 
@@ -77,8 +77,8 @@ unsafe fn sums_of<S: Simd>(x: &[f32], sums: &mut Vec<f32>) -> *const f32 {
         sums.resize(len, 0.0);
     }
     for group in 0..x.len() / 16 {
-        // SAFETY: `x` has the group's 16 elements, which every number of lanes divides, and `sums` has a
-        // vector for it.
+        // SAFETY: `x` has the group's 16 elements, `LANES` divides 16, and `sums` has room for the group's
+        // vector.
         unsafe {
             let x = x.as_ptr().add(16 * group);
             let mut sum = S::load(x);

@@ -115,7 +115,7 @@ impl StoredType {
     /// Decodes elements to f32. Floats are decoded exactly. Stops at the end of `bytes` or `to`, whichever
     /// comes first.
     pub fn decode(self, bytes: &[u8], to: &mut [f32]) {
-        // SAFETY: the task does not require any condition.
+        // SAFETY: the task has no safety conditions.
         unsafe { AvailableLevel::best().run(DecodeRows { dtype: self, bytes, to }) };
     }
 }
@@ -294,7 +294,7 @@ pub(super) trait Sink<S: Simd> {
     unsafe fn end(&mut self, group: BlockFactors<S::V>, elements: usize, sum: S::V);
 }
 
-/// Stores decoded elements. The multiplication and the addition of a decoded element are rounded separately.
+/// Stores decoded elements. Their decoding rounds the multiplication and the addition separately.
 struct Store<'a, const N: usize>(&'a mut [f32; N]);
 
 impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
@@ -322,7 +322,7 @@ impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
 /// The same as for [`Sink::take`]. `N` must be a multiple of 16.
 #[inline(always)]
 unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: BlockFactors<S::V>, q: &[i8; N]) {
-    // SAFETY: `i + LANES <= N`, since every number of lanes divides 16.
+    // SAFETY: `i + LANES <= N`, since `LANES` divides 16.
     unsafe {
         let mut sum = S::splat(0.0);
         for i in (0..N).step_by(S::LANES) {
@@ -339,7 +339,7 @@ unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: BlockF
 /// The same as for [`bytes`].
 #[inline(always)]
 unsafe fn nibbles<S: Simd, G: Sink<S>>(sink: &mut G, group: BlockFactors<S::V>, q: &[u8; 16], zero: S::V) {
-    // SAFETY: `i + LANES <= 16`, since every number of lanes divides 16.
+    // SAFETY: `i + LANES <= 16`, since `LANES` divides 16.
     unsafe {
         let mut sum = S::splat(0.0);
         for i in (0..16).step_by(S::LANES) {
@@ -413,7 +413,7 @@ format! {
     }
 }
 
-/// Converts two words, which hold 16 signed bytes, to f32.
+/// Converts 16 signed bytes, which are packed in two words, to f32.
 ///
 /// # Safety
 /// The caller must be compiled for `S`.
@@ -422,8 +422,8 @@ unsafe fn sixteen<S: Simd>(words: [u64; 2]) -> [f32; 16] {
     let q: [i8; 16] = bytemuck::cast(words.map(u64::to_le));
     let mut numbers = [0.0; 16];
     for i in (0..16).step_by(S::LANES) {
-        // SAFETY: the caller is compiled for `S` by contract, and every number of lanes divides 16, the
-        // length of both arrays.
+        // SAFETY: the caller is compiled for `S` by contract, and `LANES` divides 16, the length of both
+        // arrays.
         unsafe { S::store(numbers.as_mut_ptr().add(i), S::load_i8(q.as_ptr().add(i))) };
     }
     numbers
@@ -441,7 +441,7 @@ const fn each(byte: u8) -> u64 {
 }
 
 format! {
-    /// 16 scales and minima with four bits each, 64 bytes of 2-bit elements, and two factors.
+    /// 16 4-bit scales and 16 4-bit minima, 64 bytes of 2-bit elements, and two factors.
     q2_k(block: 84, sink) {
         let (d, least) = (S::splat_f16(bits_at(block, 80)), S::splat_f16(bits_at(block, 82) ^ SIGN));
         let packed = [word_at(block, 0), word_at(block, 8)];
@@ -478,7 +478,7 @@ format! {
             let factor = S::mul(d, S::splat(scale - 32.0));
             let (of, mut sum) = (BlockFactors { at: 16 * group, factor, minimum: None }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
-                // If its third bit is 0, an element is smaller by four.
+                // An element whose third bit is 0 is smaller by four.
                 let two = S::sub(S::load_bits(low.add(i), 2 * run, 3), S::splat(4.0));
                 let third = S::load_bits(high.add(i), 4 * half + run, 1);
                 sum = sink.take(of, i, S::mul_add(third, S::splat(4.0), two), sum);
@@ -496,8 +496,8 @@ format! {
 unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     let word = |at: usize| u32::from_le(pod_read_unaligned(&block[at..at + 4]));
     let (first, last) = ([word(4), word(8)], word(12));
-    // The first four scales and minima have a byte each. The last four have half a byte each, and their upper
-    // two bits are the top bits of the first four's bytes.
+    // The first four scales and minima are the low six bits of a byte each. Each of the last four has its low
+    // four bits in half a byte; its upper two bits are the top bits of one of the first four's bytes.
     let top = first.map(|word| ((word >> 6) & 0x0303_0303) << 4);
     let last = [(last & 0x0f0f_0f0f) | top[0], ((last >> 4) & 0x0f0f_0f0f) | top[1]];
     let eight = |i: usize| u64::from(first[i] & 0x3f3f_3f3f) | (u64::from(last[i]) << 32);
@@ -505,7 +505,7 @@ unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     unsafe { sixteen::<S>([eight(0), eight(1)]) }
 }
 
-/// Passes a `Q4_K` or `Q5_K` block to a sink: 128 bytes of 4-bit elements, and their fifth bits, if any.
+/// Passes a `Q4_K` or `Q5_K` block to a sink. 4-bit elements begin at byte `four`, fifth bits at `fifth`.
 ///
 /// # Safety
 /// The same as for [`bytes`]. `fifth` must have 32 bytes.

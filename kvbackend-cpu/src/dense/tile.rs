@@ -23,8 +23,8 @@ impl Columns<'_> {
 }
 
 /// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, which may have at most [`COLUMNS`] rows.
-/// The rows of `w` and `x` must have `input` elements. If `ahead` is set, prefetches the memory after `w`,
-/// which is used next.
+/// The rows of `w` and `x` must have `input` elements. If `ahead` is set, prefetches the matrix rows after
+/// `w`, because they are used next.
 ///
 /// # Safety
 /// In each of `rows` rows, `y` must be valid for writes of as many elements as `w` has rows, and no other
@@ -83,7 +83,7 @@ struct ProductTile {
     depth: usize,
     y: *mut f32,
     stride: usize,
-    /// True to add to the existing products.
+    /// True if the products are added to the contents of `y`.
     add: bool,
     /// True to prefetch the next rows of `w`.
     ahead: bool,

@@ -1,5 +1,5 @@
-//! Products of many rows and a matrix on the matrix unit (AMX). They are as exact as in f32, because both
-//! operands are split into sums of bf16 numbers.
+//! Products of many rows and a matrix on the matrix unit (AMX). They are as exact as in f32, because each
+//! element of both operands is split into a sum of bf16 numbers.
 //!
 //! The rows of `x` are written to tile columns, once for the whole matrix. The matrix rows are written to
 //! tile rows, 32 at a time, and stay in the second-level cache while all rows of `x` are multiplied by them.
@@ -30,14 +30,14 @@ const PAIRS: usize = 2 * ROWS;
 const COLUMNS: usize = 2 * ROWS;
 /// Maximum number of elements of a row to process at a time. Longer sums lose precision.
 const DEPTH: usize = 1024;
-/// A multiple of the number of elements per block for every stored type.
+/// A multiple of every stored type's number of elements per block.
 const BLOCK: usize = 256;
 /// Approximate size of the parts of `x` to process at a time, in bytes. They fit in the second-level cache
 /// together with the parts of the matrix.
 const BYTES: usize = 1280 << 10;
 
 thread_local! {
-    /// The rows of `x`, split into parts. All threads of a call read them.
+    /// The rows of `x`, split into bf16 parts. All threads of a call read the calling thread's buffer.
     static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
     /// This thread's buffer for matrix rows and sums.
     static MEMORY: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
@@ -81,7 +81,7 @@ pub(super) fn multiply(
     }
     let input = matrix.input;
     assert!(x.len() == rows * input, "whole rows");
-    // Elements and rows are split into runs of about equal length.
+    // The elements of the rows, and the rows themselves, are split into runs of about equal length.
     let depths = input.div_ceil(DEPTH);
     let depth = |i: usize| (input * i / depths).next_multiple_of(BLOCK).min(input);
     let most = (0..depths).map(|i| depth(i + 1) - depth(i)).max().unwrap_or(0);
@@ -98,7 +98,7 @@ pub(super) fn multiply(
                 let parts = if threads > 1 { tiles } else { 1 };
                 workers.run(parts, &|part| {
                     for tile in tiles * part / parts..tiles * (part + 1) / parts {
-                        // SAFETY: the level says that the processor has AMX, and therefore AVX-512. The
+                        // SAFETY: the level guarantees that the processor has AMX, and therefore AVX-512. The
                         // tile's rows are rows of `x`, `packed` has room for them, and no other part writes
                         // them.
                         unsafe { pass.put_rows(tile) };
@@ -134,7 +134,7 @@ impl UnitPass<'_> {
         self.depth.len().div_ceil(PAIRS)
     }
 
-    /// Returns the parts of tile `tile` of the rows of `x`.
+    /// Returns a pointer to the bf16 parts of tile `tile` of `x`'s rows.
     fn tile(&self, tile: usize) -> *mut u8 {
         let bytes = self.steps() * PARTS * TILE_BYTES;
         self.packed.at(tile * bytes, bytes)
@@ -176,7 +176,7 @@ impl UnitPass<'_> {
     /// Computes a range of columns of `y`, or adds to them if this is not the first range of elements.
     ///
     /// # Safety
-    /// The processor must support AMX with bf16, and this thread must not have [`AmxTiles`]. `put_rows` must
+    /// The processor must support AMX with bf16, and this thread must not hold [`AmxTiles`]. `put_rows` must
     /// have written all tiles, no code may write them now, and no other code may access these columns of `y`.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn multiply(&self, columns: Range<usize>, memory: &mut Vec<f32>) {
@@ -189,9 +189,9 @@ impl UnitPass<'_> {
         let (sums, weights) = (sums.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr());
         let decoded = bytemuck::cast_slice_mut(decoded);
         let row_tiles = self.rows.len().div_ceil(ROWS);
-        // SAFETY: AMX is available, and these are the only tiles of this thread, by contract. `weights` has
-        // two tiles in `parts` parts for each step, `packed` has `row_tiles` tiles, and `sums` has room for
-        // `SQUARES`. The columns and rows that are stored belong to `y` in this part and this pass.
+        // SAFETY: AMX is available, and this thread holds no other tiles, by contract. `weights` has two
+        // tiles in `parts` parts for each step, `packed` has `row_tiles` tiles, and `sums` has room for
+        // `SQUARES` tiles. The columns and rows to store belong to `y` in this part and this pass.
         unsafe {
             let tiles = AmxTiles::new();
             for from in columns.clone().step_by(COLUMNS) {

@@ -144,7 +144,7 @@ impl<'a> BlockPairs<'a> {
         Self { arenas, layers, block_size: arenas.0.layout().shape().block_size, pairs }
     }
 
-    /// Returns the bytes of the layers in a plane of the source and in a plane of the destination.
+    /// Returns the bytes of the layers to copy, in a plane of the source and in a plane of the destination.
     pub(super) fn spans<'b>(&self, src: &KvPlane<'b>, dst: &KvPlane<'b>) -> (PlaneSpans<'b>, PlaneSpans<'b>) {
         let (from, to) = self.arenas;
         (PlaneSpans::new(from, src, &self.layers), PlaneSpans::new(to, dst, &self.layers))

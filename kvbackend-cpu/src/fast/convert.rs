@@ -1,5 +1,5 @@
-//! Converts rows from one format to another, and rotates them if requested. All rows copied to or from a
-//! quantised cache are converted here.
+//! Converts rows from one format to another, and rotates them if requested. Rows that are scattered into a
+//! quantised cache or gathered from one are also converted here.
 
 use kvcore::{
     BlockId, Dequantize, Gather, KvArena, KvFormat, KvPlane, Quantize, Result, RotateKeys, Rotation,

@@ -34,7 +34,7 @@ struct AdjacentTokens<'a> {
     block: usize,
     /// Index of the first token in the block.
     token: usize,
-    /// Distance to rotate the keys by.
+    /// Number of positions to rotate the keys by.
     delta: i64,
 }
 
@@ -233,7 +233,7 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
                 }
             }
             // SAFETY: `rows` are rows of `dim` elements. The block's head has `block_size × dim` elements;
-            // the tokens starting at `run.token` are the run's, and no other thread accesses them, by
+            // the tokens starting at `run.token` belong to the run, and no other thread accesses them, by
             // contract.
             unsafe {
                 match places.theirs.order {
@@ -328,8 +328,8 @@ unsafe fn save<S: Simd, E: SimdElement>(task: &SaveRuns<'_>) {
 }
 
 /// Splits `len` tokens starting at `first` at the boundaries of 16-token tiles, and calls `work` for each
-/// part. Its arguments are the part's range among these tokens, the index of the tile, and the index of the
-/// part's first token in the tile.
+/// part. The arguments of `work` are the part's range among these tokens, the index of the tile, and the
+/// index of the part's first token in the tile.
 #[inline(always)]
 fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usize)) {
     let mut at = 0;
@@ -373,8 +373,8 @@ unsafe fn columns<S: Simd, E: SimdElement>(
     let whole_rows = rows.len() - rows.len() % S::LANES;
     let whole = elements.end - elements.len() % S::LANES;
     let first = elements.start;
-    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= elements.end` where vectors are accessed, `t <
-    // rows.len()` and `i < elements.end` where one element is; the contract gives the elements.
+    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= elements.end` where vectors are accessed, and `t <
+    // rows.len()` and `i < elements.end` where one element is. By contract, both sides have these elements.
     unsafe {
         for i in (first..whole).step_by(S::LANES) {
             for t in (0..whole_rows).step_by(S::LANES) {
@@ -410,8 +410,8 @@ unsafe fn columns<S: Simd, E: SimdElement>(
 #[inline(always)]
 unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, rows: &[*mut E], dim: usize) {
     let (whole_rows, whole) = (rows.len() - rows.len() % S::LANES, dim - dim % S::LANES);
-    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= dim` where vectors are accessed, `t < rows.len()`
-    // and `i < dim` where one element is; the contract gives the elements.
+    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= dim` where vectors are accessed, and `t <
+    // rows.len()` and `i < dim` where one element is. By contract, both sides have these elements.
     unsafe {
         for i in (0..whole).step_by(S::LANES) {
             for t in (0..whole_rows).step_by(S::LANES) {
@@ -446,14 +446,14 @@ struct Moved<'a> {
 }
 
 impl<'a> Moved<'a> {
-    /// Returns the memory of the arena's keys and values.
+    /// Returns the bytes of the arena's keys, and of its values.
     fn ours(&self) -> [ByteSpan<'a>; 2] {
         let layers = 0..self.cache.layers().len();
         [self.arena.k_plane(), self.arena.v_plane()]
             .map(|plane| PlaneSpans::new(self.arena, &plane, &layers).codes)
     }
 
-    /// Returns the memory of the engine's keys and values in each layer.
+    /// Returns the bytes of the engine's keys, and of its values, in each layer.
     fn theirs(&self) -> Vec<ByteSpan<'a>> {
         let planes = self.cache.layers().iter().flatten();
         planes.map(|plane| ByteSpan::new(&plane.storage, 0..plane.storage.len())).collect()

@@ -1,5 +1,5 @@
-//! Access to the locked parts of storages that an operation reads and writes. A part may be both read and
-//! written.
+//! Access to the parts of storages that an operation reads or writes, while they are locked. A part may be
+//! both read and written.
 
 use kvcore::Result;
 use smallvec::SmallVec;

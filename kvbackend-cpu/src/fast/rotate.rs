@@ -120,8 +120,8 @@ unsafe fn each<S: Simd, E: SimdElement, I: Iterator<Item = (usize, usize, i64)>>
             let (from, to) = (task.from.at(a, bytes).cast::<E>(), task.to.at(b, bytes));
             // SAFETY: `at` checked that `bytes` bytes are in bounds on both sides. With `stream`, `bytes` is
             // a multiple of 64 and at most the 1024 bytes of `buffer`, and `is_line` found the destination
-            // aligned. The caller guarantees that source and destination are equal or apart, and a rotary
-            // dimension of at most `dim`.
+            // aligned. The caller guarantees that source and destination are equal or do not overlap, and
+            // that the rotary dimension is at most `dim`.
             unsafe {
                 // Rows are usually contiguous, so the bytes ahead are the next rows.
                 let mut ahead = 0;
@@ -159,8 +159,8 @@ pub(super) unsafe fn rotate<S: Simd, E: SimdElement>(
     angle: Angle<'_>,
     factor: f32,
 ) {
-    // SAFETY: by contract, `from` and `to` have `dim` elements each, equal or apart, and `rotary <= dim`, so
-    // `dim - rotary` elements remain past the rotary ones.
+    // SAFETY: by contract, `from` and `to` have `dim` elements each and are equal or do not overlap, and
+    // `rotary <= dim`, so `dim - rotary` elements remain past the rotary ones.
     unsafe {
         match (angle.pairing, factor == 1.0 && angle.sign == 1.0) {
             (Pairing::HalfSplit, true) => half_split::<S, E, true>(from, to, angle, factor),

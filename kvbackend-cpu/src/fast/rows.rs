@@ -13,7 +13,7 @@ use crate::movement::LayerMovement;
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask, narrow};
 
-/// A division of rows into runs of equal size that are contiguous on both sides.
+/// A division of rows into equally sized runs, each of which is contiguous both in the rows and in the cache.
 #[derive(Clone, Copy)]
 struct Cut {
     steps: Steps,
@@ -63,12 +63,12 @@ impl Steps {
     }
 }
 
-/// Maximum total size of joined rows, in bytes.
+/// Maximum size of a step of joined rows, in bytes.
 const JOINED: usize = 4096;
 
 impl LayerMovement<'_> {
-    /// Returns the division with one row per step. If heads are adjacent on both sides, a row is a single
-    /// run.
+    /// Returns the division with one row per step. If heads are adjacent both in the rows and in the cache, a
+    /// row is a single run.
     fn single(&self) -> Cut {
         let (heads, dim) = (self.plane.heads, self.plane.dim);
         let dense = heads == 1 || (self.rows.strides()[1] == dim && self.plane.strides.head == dim);
@@ -203,8 +203,8 @@ impl Fast {
                         let cut = m.single();
                         let offsets = m.offsets(cut, range, &left);
                         // SAFETY: the operation's check made sure that rows and arena are different storages,
-                        // and threads share the work only if no slot is written twice. Rows whose type is not
-                        // the cache's are f32, so `dtype` has two bytes.
+                        // and threads share the work only if no slot is written twice. Rows whose type
+                        // differs from the cache's type are f32, so `dtype`, the cache's type, has two bytes.
                         unsafe {
                             self.level.run(NarrowRows { from, to, elements: cut.elements, dtype, offsets });
                         }

@@ -1,7 +1,7 @@
 //! Copies many equally sized runs of bytes.
 //!
-//! A single stream of loads waits for memory most of the time. Therefore, four streams run side by side, each
-//! one prefetches its next run, and stores do not read the cache line first. Together, the streams are as
+//! A single stream of loads waits for memory most of the time. Therefore, four streams run side by side. Each
+//! stream prefetches its next run, and stores do not read the cache line first. Together, the streams are as
 //! fast as `memcpy` on one large run.
 
 use crate::raw::{Destination, Origin};
@@ -80,10 +80,10 @@ impl<I: Iterator<Item = (usize, usize)>> SimdTask for CopyRuns<'_, I> {
             let mut now = self.next_of_each();
             while let Some(runs) = now {
                 let ahead = self.next_of_each();
-                // SAFETY: `next` obtained the pointers of each run from `at` for `bytes` bytes, and
-                // returned only runs whose destination begins a cache line; the caller guarantees the
-                // instruction set. `ahead` is only prefetched; at the end the runs themselves stand in for
-                // it.
+                // SAFETY: `next` obtained the pointers of each run from `at` for `bytes` bytes, and returned
+                // only runs whose destination begins a cache line; the caller guarantees the instruction set.
+                // The runs `ahead` are only prefetched; if there are none, the current runs are prefetched
+                // instead.
                 unsafe { copy::<S>(&runs, ahead.as_ref().unwrap_or(&runs), self.bytes) };
                 now = ahead;
             }

@@ -48,7 +48,6 @@ type Few<T> = SmallVec<[T; 8]>;
 /// storages are locked in address order. Therefore, operations cannot deadlock: an operation that waits for a
 /// storage waits only for earlier uses of this storage, and these wait only for even earlier uses, or for
 /// storages that are later in the order.
-///
 pub(crate) struct Access<'a> {
     /// The locked parts, sorted by storage and first byte. No two parts of a storage overlap.
     parts: Few<SpanUse<'a>>,
@@ -152,7 +151,7 @@ impl<'a> Access<'a> {
                     return Err(not_locked());
                 }
                 // SAFETY: the part is locked while `self` lives. Writable bytes are handed out only by
-                // `windows`, which borrows `self` mutably, so there are none now.
+                // `windows`, which borrows `self` mutably, so no writable bytes exist now.
                 let values = unsafe { part.storage.bytes(range) };
                 return Ok(Window { first: range.start, values });
             }
@@ -173,9 +172,9 @@ impl<'a> Access<'a> {
                 return (*storage, LockedBytes::Read(Window { first, values: &[] }));
             }
             // SAFETY: the part is locked while `self` lives, for writing if the slice is writable. No two
-            // parts of `self` overlap, each is handed out once, and `self` is borrowed mutably as long as
-            // they live. Two storages share bytes only if these are never written, as their constructors
-            // demand.
+            // parts of `self` overlap, each part is handed out once, and `self` is borrowed mutably as long
+            // as the parts live. Two storages share bytes only if no code writes these bytes, as the
+            // storages' constructors require.
             let bytes = unsafe {
                 if range.write {
                     LockedBytes::Write(WindowMut { first, values: storage.bytes_mut(&range.bytes) })
@@ -372,7 +371,7 @@ mod tests {
         let view = TensorView::new(Arc::clone(&storage), DType::U8, &[16]).unwrap();
         let _all = Access::new(&[], &[&ByteSpan::of(&view).unwrap()]).unwrap();
         let none = view.slice(0, 4, 4).unwrap();
-        // This thread already holds all locks, so a lock that waited would never return.
+        // This thread already holds all locks, so a lock that had to wait would never return.
         let mut access = Access::new(&[], &[&ByteSpan::of(&none).unwrap()]).unwrap();
         assert!(access.parts().write(&ByteSpan::of(&none).unwrap()).unwrap().values.is_empty());
     }

@@ -47,8 +47,8 @@ use crate::NAME;
 pub trait LentMemory: Send + Sync {
     /// Waits until the bytes may be read, and locks them against writes for as long as the result lives.
     ///
-    /// The bytes must not move while the storage lives. An operation that finds them at another address is
-    /// rejected.
+    /// The bytes must not move while the storage lives. An operation fails if it finds them at another
+    /// address.
     fn lock(&self) -> LentBytes<'_>;
 }
 
@@ -141,7 +141,7 @@ impl CpuStorage {
     pub(super) fn lock_lent(&self) -> Result<Option<LentBytes<'_>>> {
         let MemoryOwner::Lender(owner) = &self.memory.owner else { return Ok(None) };
         let bytes = owner.lock();
-        // Bytes that are inside the guard itself move together with the guard.
+        // Bytes inside the guard itself would move together with the guard.
         let guard = std::ptr::from_ref(&bytes).addr();
         let inline = (guard..guard + size_of_val(&bytes)).contains(&bytes.as_ptr().addr());
         if bytes.as_ptr() as u64 != self.address || bytes.len() != self.len || inline {

@@ -124,7 +124,7 @@ impl CpuStorage {
     /// let mut bytes = vec![0u8; 4096];
     /// let ptr = NonNull::from(bytes.as_mut_slice()).cast();
     /// let owner: Arc<dyn Any + Send + Sync> = Arc::new(Mutex::new(bytes));
-    /// // SAFETY: the vector lives in `owner`, its memory does not move, and no code locks it meanwhile.
+    /// // SAFETY: the vector lives in `owner`, its memory does not move, and no code locks the mutex.
     /// let storage = unsafe { CpuStorage::from_raw(ptr, 4096, MemoryKind::System, owner) }?;
     /// assert_eq!(storage.len(), 4096);
     /// # Ok::<(), kvcore::Error>(())
@@ -160,8 +160,8 @@ impl CpuStorage {
     /// Returns a slice of the storage's bytes.
     ///
     /// # Safety
-    /// The range must be inside the storage, whose memory must not be a lender's, and nothing may write to it
-    /// while the slice lives.
+    /// The range must be inside the storage, whose memory must not belong to a lender, and nothing may write
+    /// to the range while the slice lives.
     unsafe fn bytes(&self, range: &Range<usize>) -> &[u8] {
         // SAFETY: the memory has `self.len` initialised bytes while `self` lives, and the range is inside
         // them by contract.
@@ -171,8 +171,8 @@ impl CpuStorage {
     /// Returns a mutable slice of the storage's bytes.
     ///
     /// # Safety
-    /// The range must be inside the storage, whose memory must not be a lender's, and nothing else may read
-    /// or write it while the slice lives.
+    /// The range must be inside the storage, whose memory must not belong to a lender, and nothing else may
+    /// read or write the range while the slice lives.
     #[expect(clippy::mut_from_ref, reason = "the caller holds the lock of the range")]
     unsafe fn bytes_mut(&self, range: &Range<usize>) -> &mut [u8] {
         // SAFETY: the memory has `self.len` initialised bytes while `self` lives, and the range is inside
@@ -254,7 +254,7 @@ mod tests {
         let ptr = NonNull::new(bytes.as_mut_ptr()).unwrap();
         let owner: Arc<Mutex<Vec<u8>>> = Arc::new(Mutex::new(bytes));
         // SAFETY: `ptr` points to the 64 bytes of the vector, which lives in `owner` and does not move;
-        // nothing else touches them before the storage is gone.
+        // nothing else accesses them before the storage is dropped.
         let storage = unsafe { CpuStorage::from_raw(ptr, 64, MemoryKind::System, owner.clone()) }.unwrap();
         let owned = OwnedStorage::from_arc(Arc::new(storage)).unwrap();
         let view = owned.view_at(16, DType::U8, &[4]).unwrap();

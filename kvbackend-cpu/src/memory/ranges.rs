@@ -115,7 +115,7 @@ mod tests {
     fn disjoint_ranges_and_readers_of_one_range_do_not_wait() {
         let locks = RangeLocks::default();
         let all = [writes(0..8), writes(8..16), reads(16..24), reads(20..32), writes(32..32), writes(4..4)];
-        // This test has only one thread, so a use that waited would never return.
+        // This test has only one thread, so a use that had to wait would never return.
         let turns = all.map(|range| locks.begin([range].iter()));
         for turn in turns {
             locks.end(turn);

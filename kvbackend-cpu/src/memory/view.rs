@@ -154,7 +154,7 @@ mod tests {
         let storage = Arc::new(CpuStorage::from_vec((0..6).collect::<Vec<u32>>()).unwrap());
         let all = TensorView::new(storage, DType::F32, &[3, 2]).unwrap();
         let (first, last) = (all.select(0, 0).unwrap(), all.select(0, 2).unwrap());
-        // This test has only one thread, so a view that waited would never return.
+        // This test has only one thread, so a view that had to wait would never return.
         let (from, mut to) = (HostView::<u32>::of(&first).unwrap(), HostViewMut::<u32>::of(&last).unwrap());
         to.copy_from_slice(&from);
         assert_eq!((to.len(), HostView::<u8>::of(&first).unwrap().len()), (2, 8));

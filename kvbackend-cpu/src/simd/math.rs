@@ -71,7 +71,7 @@ mod tests {
         let x: Vec<f32> = (-8700..=0).map(|i| i as f32 / 100.0).chain([1.5, 20.0, 88.0]).collect();
         for level in SimdLevel::ALL.into_iter().filter(|level| level.is_available()) {
             let mut got = Vec::new();
-            // SAFETY: `Exp` has no conditions.
+            // SAFETY: `Exp` has no safety conditions.
             unsafe { AvailableLevel::new(level).unwrap().run(Exp(&x, &mut got)) };
             for (x, y) in x.iter().zip(&got) {
                 let expected = f64::from(*x).exp();
@@ -80,7 +80,7 @@ mod tests {
             }
             let mut edges = Vec::new();
             let odd = [f32::NEG_INFINITY, -200.0, f32::NAN];
-            // SAFETY: `Exp` has no conditions.
+            // SAFETY: `Exp` has no safety conditions.
             unsafe { AvailableLevel::new(level).unwrap().run(Exp(&odd, &mut edges)) };
             assert_eq!(edges[..2], [0.0, 0.0], "{level}");
             assert!(edges[2].is_nan(), "{level}");

@@ -55,8 +55,8 @@ impl Simd for Portable {
         each(|i| a[i] / b[i])
     }
 
-    /// Fuses the operations only if there is an instruction for that, because fusing without one needs a
-    /// function call.
+    /// Fuses the operations only if there is an instruction that does so, because otherwise each fused
+    /// operation would be a function call.
     #[inline(always)]
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
@@ -119,15 +119,15 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self::V {
-        // SAFETY: by contract, `from` is valid for reads of `LANES` elements and aligned for f32, as an array
-        // of f32 is.
+        // SAFETY: by contract, `from` is valid for reads of `LANES` elements and aligned for f32, and an
+        // array of f32 needs no larger alignment.
         unsafe { from.cast::<Self::V>().read() }
     }
 
     #[inline(always)]
     unsafe fn store(to: *mut f32, a: Self::V) {
-        // SAFETY: by contract, `to` is valid for writes of `LANES` elements and aligned for f32, as an array
-        // of f32 is.
+        // SAFETY: by contract, `to` is valid for writes of `LANES` elements and aligned for f32, and an array
+        // of f32 needs no larger alignment.
         unsafe { to.cast::<Self::V>().write(a) }
     }
 

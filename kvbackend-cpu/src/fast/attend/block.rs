@@ -277,7 +277,7 @@ pub(super) unsafe fn packed_products<S: Simd, const Q: usize, const N: usize>(
     let (keys, latent_keys) = columns.split_at(dims.0);
     let columns = |at| RowPointers { at, ..RowPointers::default() };
     // SAFETY: by contract, `q` and `latents` have `Q` queries as wide as there are columns, each column has
-    // `TILE` elements, and `to` has room for them at each of `Q` strides.
+    // `TILE` elements, and `to` has room for `TILE` products at each of `Q` strides.
     unsafe {
         to.write_bytes(0, Q * STRIDE);
         let (of, ahead) = (columns(keys), Prefetch::default());
@@ -297,8 +297,8 @@ pub(super) unsafe fn packed_products<S: Simd, const Q: usize, const N: usize>(
 #[inline(always)]
 unsafe fn scale_weights<S: Simd>(weights: *mut f32, n: usize, scales: RowScales, first: usize) {
     for t in (0..n).step_by(S::LANES) {
-        // SAFETY: `t < n`, so the vectors end before `n + LANES`, and there is room for that many by
-        // contract.
+        // SAFETY: `t < n`, so the vectors end before `n + LANES`, and both pointers are valid for `n + LANES`
+        // elements by contract.
         unsafe {
             let (weight, scale) = (S::load(weights.add(t)), S::load(scales.row(first + t)));
             S::store(weights.add(t), S::mul(weight, scale));

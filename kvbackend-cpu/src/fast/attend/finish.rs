@@ -22,12 +22,12 @@ pub(super) struct Outputs<'a> {
 pub(super) struct Finish<'a> {
     pub(super) op: &'a Attend,
     pub(super) outputs: &'a Outputs<'a>,
-    /// The row and head.
+    /// Indices of the row and of the head.
     pub(super) at: (usize, usize),
     /// Start of the states. The state of group `g` and part `p` begins at element `g * group stride + p *
     /// part stride`.
     pub(super) states: *mut f32,
-    /// Number of parts, and distance between consecutive parts, in elements.
+    /// Number of parts, and distance between the states of consecutive parts, in elements.
     pub(super) parts: (usize, usize),
     pub(super) layout: StateLayout,
 }
@@ -47,8 +47,8 @@ impl SimdTask for Finish<'_> {
                 for part in 1..parts {
                     merge::<S>(first, first.add(part * part_stride), layout.v_dim);
                 }
-                // After this, the group's state is equivalent to a single token with this log-sum-exp and
-                // mean value.
+                // After this, the group's state is equivalent to a single token whose logit is this
+                // log-sum-exp and whose value is the group's mean value.
                 let (max, sum) = (*first, *first.add(1));
                 if sum != 0.0 {
                     scale::<S>(first.add(2), layout.v_dim, 1.0 / sum);

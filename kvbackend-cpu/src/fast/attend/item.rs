@@ -176,8 +176,8 @@ impl SimdTask for ComputeItem<'_> {
                 TileScales::new(source, heads.start, grown(memory, n))
             }),
             // SAFETY: `MatrixForm::of` returns a form only at the level `Amx`, which is available. A thread
-            // computes one item at a time and drops the buffers at its end, before the memory changes, so no
-            // other `AmxTiles` of this thread lives.
+            // computes one item at a time and drops the buffers at the end of the item, before the memory
+            // changes, so this thread has no other `AmxTiles`.
             matrix: context.matrix_form.filter(|_| form == TileForm::Matrix).map(|form| unsafe {
                 form.buffers(item.units.len(), queries / item.units.len(), &mut scratch.matrices)
             }),
@@ -229,7 +229,7 @@ impl ItemContext<'_> {
         if self.item.rows.len() * inputs.units.size >= MANY_QUERIES {
             return self.matrix_form.map_or(TileForm::Packed, |_| TileForm::Matrix);
         }
-        // Whether every vector is inside one group.
+        // True if every vector is inside a single group.
         let whole = match inputs.keys.format {
             KvFormat::Int8 { group } | KvFormat::Int4 { group } => {
                 inputs.one_scale_a_row(group) || group.is_multiple_of(S::LANES)
@@ -246,7 +246,7 @@ impl ItemContext<'_> {
         if units.is_empty() { 0..0 } else { of(units.start)..of(units.end - 1) + 1 }
     }
 
-    /// Processes all head units for one tile.
+    /// Processes all of the item's head units for one tile.
     ///
     /// # Safety
     /// `buffers` must have been made for this item and `form`. `tile` and `next` must be tiles of its tokens,

@@ -49,10 +49,10 @@ struct MassPart<'a> {
     to: usize,
 }
 
-/// The part of a call that all threads share.
+/// The data of a call, which all threads share.
 struct MassCall<'a> {
     inputs: CallInputs<'a>,
-    /// The log-sum-exps `[rows, heads]`: the first one's offset in bytes, and both strides in bytes.
+    /// The log-sum-exps `[rows, heads]`, with the offset of the first one and both strides, in bytes.
     lse: (Origin<'a>, usize, [usize; 2]),
     sums: Destination<'a>,
     entry: &'a AttendRows,
@@ -108,10 +108,10 @@ impl Fast {
         let products = (call.entry.rows.len() * call.inputs.units.heads).div_ceil(4);
         let work = |i: usize| {
             // This closure is outside of the task, because a closure inside the task would be compiled
-            // without its instruction set.
+            // without the task's instruction set.
             SCRATCH.with_borrow_mut(|scratch| {
-                // SAFETY: the operation was checked, its memory is locked, and the ranges of tokens of two
-                // parts are disjoint, so no other thread accesses the sums of this part.
+                // SAFETY: the operation was checked, its memory is locked, and the token ranges of the parts
+                // are disjoint, so no other thread accesses the sums of this part.
                 unsafe { self.level.run(ComputePart { call, part: &parts[i], scratch }) };
             });
         };
@@ -202,7 +202,7 @@ impl CallInputs<'_> {
     }
 }
 
-/// One head unit's queries of some rows, and a packed tile.
+/// One head unit's queries in some rows, and the packed tile to multiply them by.
 struct MassTile<'a> {
     call: &'a MassCall<'a>,
     tile: &'a TokenTile<'a>,
@@ -257,7 +257,8 @@ impl MassTile<'_> {
     }
 }
 
-/// Adds the weights of `Q` queries, starting at query `first`, `N` vectors of products at a time.
+/// Adds the weights of `Q` queries, starting at query `first`, to `sums`. Computes `N` vectors of products at
+/// a time.
 ///
 /// # Safety
 /// The conditions of [`MassTile::add`] must hold for `q` and `latents`, and `first + Q` must be at most the

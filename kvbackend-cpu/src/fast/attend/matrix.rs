@@ -1,5 +1,5 @@
-//! Computes attention over a tile with matrix products. Keys are bf16 rows in place, values are interleaved
-//! in pairs of rows, and queries and weights are split into as many bf16 parts as they need.
+//! Computes attention over a tile with matrix products. Keys are read in place as bf16 rows, values are
+//! interleaved in pairs of rows, and queries and weights are split into as many bf16 parts as they need.
 
 use std::arch::x86_64::{
     __m512, __m512i, _CMP_UNORD_Q, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
@@ -47,7 +47,8 @@ pub(super) struct MatrixForm {
 pub(super) struct MatrixBuffers {
     form: MatrixForm,
     tiles: AmxTiles,
-    /// The queries of all units in columns: the queries for keys, and the queries for values.
+    /// The queries of all units as columns: first the queries to multiply by keys, then the ones to multiply
+    /// by values.
     queries: [*mut u8; 2],
     /// Copies of keys, and of values used as latent keys, whose rows are not evenly spaced in the cache.
     copies: [*mut u8; 2],
@@ -179,7 +180,7 @@ impl MatrixBuffers {
     }
 }
 
-/// Splits two vectors into bf16 parts. Each part holds the elements of `a`, followed by those of `b`.
+/// Splits two vectors into bf16 parts. Each part holds the elements of `a`, followed by the elements of `b`.
 ///
 /// # Safety
 /// The processor must support AVX-512 F, BW and DQ, and the caller must be compiled for them.
@@ -244,8 +245,8 @@ unsafe fn put_values(rows: RowPointers<'_>, dim: usize, to: *mut u8, mut ahead: 
 }
 
 impl TileAttention<'_> {
-    /// Multiplies all queries of unit `unit` in the buffers by the tile, and adds the results to the states
-    /// of the queries.
+    /// Computes the attention of all queries of unit `unit`, which are in the buffers, over the tile, and
+    /// adds the results to the queries' states.
     ///
     /// # Safety
     /// The conditions of [`TileAttention`] must hold, with bf16 keys and values in the cache. `buffers` must

@@ -1,4 +1,5 @@
-//! Attention. Decode is as fast as reading the cache, and prefill is as fast as its matrix products.
+//! Attention. The speed of decode is limited by reading the cache, and the speed of prefill by matrix
+//! products.
 //!
 //! ```text
 //!   mod       a call: locks the bytes of its layer, lets threads take items, merges the states of split rows
@@ -24,8 +25,8 @@
 //!   pointers  addresses of rows    softmax  states, logits to weights    heads  heads that share K and V
 //! ```
 //!
-//! A file imports only from files below it. The files below the line import from no other files than
-//! `pointers`, `softmax` and `elements`, and any file above the line may use them.
+//! A file imports only from files below it. The files below the line import only from `pointers`, `softmax`
+//! and `elements`. All files above the line may import from them.
 //!
 //! Between tiles, a query's softmax is stored as a *partial softmax state*: the running maximum, the sum of
 //! weights, and the weighted sum of values.

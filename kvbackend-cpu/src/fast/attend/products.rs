@@ -43,8 +43,9 @@ pub(super) unsafe fn dots<S: Simd, E: RowElement, const Q: usize>(
 ///
 /// # Safety
 /// `queries` must have `Q * dim` elements. Each of `rows` must have `dim` elements and their scales, with
-/// room for three more rows' scales, and `t` must be a row. `to` must have room for four elements at each of
-/// `Q` strides, initialised if `add` is true. The caller must be compiled for the instruction set of `S`.
+/// room for three more rows' scales, and `t` must be the index of a row. `to` must have room for four
+/// elements at each of `Q` strides, initialised if `add` is true. The caller must be compiled for the
+/// instruction set of `S`.
 #[inline(always)]
 unsafe fn block<S: Simd, E: RowElement, const Q: usize>(
     queries: *const f32,
@@ -134,8 +135,8 @@ unsafe fn multiply<S: Simd, E: RowElement, const Q: usize>(
 ///
 /// # Safety
 /// `queries` must have `count * elements.end` elements. Each of `rows` must have `elements.end` elements and
-/// their scales, and `four` must be rows. `to` must have four initialised elements at each of `count`
-/// strides.
+/// their scales, and `four` must be indices of rows. `to` must have four initialised elements at each of
+/// `count` strides.
 #[inline(never)]
 unsafe fn rest<E: RowElement>(
     (queries, count): (*const f32, usize),

@@ -101,9 +101,9 @@ pub(crate) struct Square {
     pub(crate) parts: usize,
 }
 
-/// Computes `out[2 i + j][r][c] = Σ rows[i][r] · columns[j][c]` as exactly as f32 sums. The elements of a
-/// column are stored in pairs, and 16 columns share a row of a tile. Products of parts that are smaller than
-/// the last digit of an f32 are omitted.
+/// Computes `out[2 i + j][r][c] = Σ rows[i][r] · columns[j][c]` with the accuracy of f32 sums. The elements
+/// of a column are stored in pairs, and 16 columns share a row of a tile. Products of parts that are smaller
+/// than the last digit of an f32 are omitted.
 ///
 /// # Safety
 /// AMX with bf16 must be available, and this thread must hold the [`AmxTiles`] passed. `steps` must be at
