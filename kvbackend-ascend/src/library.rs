@@ -242,7 +242,7 @@ impl Library {
         operators.filter_map(|(name, serves, present)| (serves == part && !present).then_some(name)).collect()
     }
 
-    /// Starts ACL. It is not an error if another part of the program has already started it.
+    /// Starts ACL, or does nothing if another part of the program has already started it.
     fn start(&mut self) -> std::result::Result<(), String> {
         // SAFETY: a null path selects the default configuration.
         let code = unsafe { self.acl.aclInit(std::ptr::null()) };

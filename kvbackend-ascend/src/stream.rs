@@ -21,8 +21,8 @@ use crate::memory;
 use crate::operations::{self, RecentPlans, StepWork};
 use crate::queue::{AclEvent, AclStream, AscendEvent, CopyDirection, capture, copy, copy_now};
 
-/// The maximum size, in bytes, of a write that the host copies to the stream's pinned memory, so that it need
-/// not wait. For a larger write, the host waits for the stream.
+/// The maximum size, in bytes, of a write that the host copies to the stream's pinned memory, so that the
+/// host need not wait. For a larger write, the host waits for the stream.
 const STAGED: usize = 1 << 20;
 
 thread_local! {

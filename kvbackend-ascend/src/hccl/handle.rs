@@ -13,7 +13,7 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::NAME;
 
-/// A rank's HCCL handle. Dropping this value destroys it.
+/// A rank's HCCL handle. Dropping this value destroys the handle.
 pub(super) struct RankHandle {
     pub(super) raw: sys::HcclComm,
     npu: Arc<Npu>,
@@ -29,8 +29,8 @@ unsafe impl Sync for RankHandle {}
 impl Drop for RankHandle {
     fn drop(&mut self) {
         if let Ok(_current) = self.npu.bind_lost() {
-            // SAFETY: HCCL created the handle, and it is destroyed once; none of its collectives is under
-            // way.
+            // SAFETY: HCCL created the handle, which is destroyed only here, and none of its collectives is
+            // in progress.
             unsafe { self.loaded.hccl.HcclCommDestroy(self.raw) };
         }
     }

@@ -162,8 +162,8 @@ impl Drop for AscendStorage {
         let Ok(_current) = self.npu.bind_lost() else { return };
         let acl = &self.npu.library.acl;
         let address = self.address as *mut c_void;
-        // SAFETY: `free_call` names the call that allocated each pointer. No enqueued work uses it, because
-        // work holds its storages until it is done.
+        // SAFETY: `free_call` matches the call that allocated the pointer. No enqueued work uses the memory,
+        // because work holds its storages until it is done.
         match self.free_call {
             FreeCall::Device => unsafe { acl.aclrtFree(address) },
             // SAFETY: `aclrtMallocHost` allocated the pointer, and no enqueued work uses it.

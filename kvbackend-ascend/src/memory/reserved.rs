@@ -114,8 +114,8 @@ impl ReservedAddresses {
         }
     }
 
-    /// Maps zeroed memory at a granule that has none. `wanted`, the total number of bytes that the caller
-    /// maps, is only reported in errors.
+    /// Maps zeroed memory to a granule that has no memory. `wanted`, the total number of bytes that the
+    /// caller maps, is only reported in errors.
     fn place_zeroed(&self, at: usize, wanted: usize) -> Result<PhysicalMemory> {
         // SAFETY: `map` calls this only for granules without memory.
         let handle = unsafe { self.place(at) }

@@ -111,7 +111,7 @@ impl<'a> Blocks<'a> {
         work.copy_bytes(at, staged, bytes, CopyDirection::ToHost)
     }
 
-    /// Returns whether both store a block's elements with the same type and in the same order.
+    /// Returns whether `self` and `other` store a block's elements with the same type and in the same order.
     fn is_like(&self, other: &Self) -> bool {
         let (a, b) = (self.strides, other.strides);
         a.token == b.token && a.head == b.head && self.dtype == other.dtype

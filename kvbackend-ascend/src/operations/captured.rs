@@ -1,7 +1,7 @@
 //! The lists that each replay of a captured step rebuilds. Their lengths are fixed at capture.
 //!
-//! The operators write every row they get, but a padding row has no slot. A row with a slot takes its place,
-//! and is written twice with the same bytes.
+//! The operators write every row they get, but a padding row has no slot. Therefore, a row that has a slot
+//! replaces the padding row, and is written twice with the same bytes.
 
 use std::collections::HashMap;
 use std::sync::Arc;

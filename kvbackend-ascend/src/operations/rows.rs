@@ -200,7 +200,7 @@ pub(super) fn gather(work: &mut StepWork<'_, '_>, op: &Gather) -> Result<()> {
     take(work, &slots, &planes[1], &op.v, None)
 }
 
-/// Reads rows of K or V from their slots, and rotates all of them by `angles` if there are any.
+/// Reads rows of K or V from their slots, and rotates all of them by `angles`, if given.
 fn take(
     work: &mut StepWork<'_, '_>,
     slots: &RowSlots,

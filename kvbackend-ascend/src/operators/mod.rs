@@ -147,8 +147,8 @@ impl Work<'_> {
     }
 }
 
-/// Calls an operator: creates handles for the tensor arguments, and runs both phases. If `idle` is true,
-/// which means that the operator would write no elements, does nothing.
+/// Calls an operator: creates handles for the tensor arguments, and runs both phases. Does nothing if `idle`
+/// is true, which means that the operator would write no elements.
 macro_rules! operator {
     ($work:expr, $idle:expr, $operator:ident, $phase:ident, [$($tensor:ident),*], ($($argument:expr),*)) => {{
         if $idle {

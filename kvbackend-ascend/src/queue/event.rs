@@ -100,7 +100,7 @@ impl Event for AscendEvent {
         if self.0.capture != 0 {
             return false;
         }
-        let Ok(_current) = self.0.npu.bind() else { return true }; // a lost device never does its work
+        let Ok(_current) = self.0.npu.bind() else { return true }; // the work of a lost device never runs
         self.0.is_done().unwrap_or(true)
     }
 

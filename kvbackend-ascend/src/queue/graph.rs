@@ -30,7 +30,8 @@ unsafe impl Sync for AclGraph {}
 impl Drop for AclGraph {
     fn drop(&mut self) {
         if let Ok(_current) = self.npu.bind_lost() {
-            // SAFETY: the value owns the graph. Its runs are done, because they hold it.
+            // SAFETY: the value owns the graph. No replay is running, because a replay holds the graph until
+            // it is done.
             unsafe { self.npu.library.acl.aclmdlRIDestroy(self.raw) };
         }
     }
@@ -80,8 +81,8 @@ impl Graph for AscendGraph {
         memory.in_flight.hold(Hold::Other(Arc::clone(&self.work) as _));
         for ((to, bytes), list) in contents.iter().zip(staged).filter(|((_, bytes), _)| !bytes.is_empty()) {
             memory.in_flight.hold(Hold::Other(Arc::clone(&list) as _));
-            // The graph's memory has room for the bytes, and the previous replay reads it before this copy in
-            // the stream's order.
+            // The graph's memory has room for the bytes. In the stream's order, the previous replay reads
+            // this memory before the copy overwrites it.
             copy(npu, *raw, *to, list.host(), bytes.len(), CopyDirection::ToDevice)?;
         }
         // SAFETY: the graph and the stream are alive, and the graph is held until the replay is done.

@@ -17,7 +17,7 @@ use crate::memory::AscendStorage;
 /// An ACL stream and the memory that its work uses.
 ///
 /// # Drop behaviour
-/// Waits for the enqueued work, because the stream's memory is freed when it is dropped.
+/// Waits for the enqueued work, because dropping the stream frees the memory that this work uses.
 pub(crate) struct AclStream {
     pub(crate) npu: Arc<Npu>,
     pub(crate) raw: sys::aclrtStream,

@@ -12,7 +12,7 @@ use crate::queue::Work;
 /// The maximum number of scores per tile of rows.
 pub(super) const SCORES: usize = 8 << 20;
 
-/// A run's keys and values, `[heads, tokens, dim]` in f32.
+/// The keys and values of a run (a merge group's tokens in one entry), `[heads, tokens, dim]` in f32.
 pub(super) struct RunKv {
     k: Tensor,
     v: Option<Tensor>,

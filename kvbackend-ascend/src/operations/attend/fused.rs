@@ -186,7 +186,7 @@ fn rotated(
 ) -> Result<Tensor> {
     let (op, q) = (operands.op, &operands.q);
     let Some(rope) = &op.rope else {
-        // The result may overwrite the queries.
+        // If the output may overwrite the queries, they are copied.
         let apart = op.q.storage().address() != op.out.storage().address();
         return if apart { work.dense_in(q.dtype(), q) } else { work.copied(q.dtype(), q) };
     };

@@ -89,7 +89,7 @@ pub(super) struct SequenceTables {
 }
 
 /// The capacity of rows that are computed side by side. One set of operators handles any tokens that fit into
-/// it.
+/// this capacity.
 #[derive(Debug, Clone)]
 pub(super) struct RowRoom {
     pub(super) keys: KeyForm,

@@ -30,7 +30,8 @@ pub(in crate::operations) fn attend_mass(work: &mut StepWork<'_, '_>, mass: &Att
     if mass.sums.is_empty() {
         return Ok(());
     }
-    // The tokens before the rows' own, in one merge group, so that their plan has a single run.
+    // Only the tokens before the rows' own tokens count. They form one merge group, so that their plan has a
+    // single run.
     let before = &entry.segments[..entry.segments.len() - 1];
     let before: Vec<Segment> =
         before.iter().map(|segment| Segment { merge_group: 0, ..segment.clone() }).collect();
@@ -60,7 +61,7 @@ pub(in crate::operations) fn attend_mass(work: &mut StepWork<'_, '_>, mass: &Att
         }
         let lse = lse.sliced(0, planned.rows.start + first, count).permuted(&[1, 0]);
         let lse = work.in_f32(&lse)?.reshaped(&[heads, count, 1]);
-        // The difference of two infinities is NaN.
+        // Raise −∞ to a finite number, because the difference of two infinities is NaN.
         work.maximum(&lse, &floor, &lse)?;
         work.sub(&scores, &lse, &scores)?;
         work.exp(&scores, &scores)?;

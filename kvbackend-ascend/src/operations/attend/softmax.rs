@@ -88,8 +88,8 @@ impl Partial {
         Ok(Self { max, sum: self.sum, values: self.values })
     }
 
-    /// Replaces all tokens by a single one whose logit is their log-sum-exp times `scale` and whose value is
-    /// their attention result. Returns the partial softmax of that token.
+    /// Replaces all tokens with a single token whose logit is their log-sum-exp times `scale` and whose value
+    /// is their attention result. Returns the partial softmax of that token.
     pub(super) fn into_one(
         self,
         work: &mut Work<'_>,
