@@ -1,8 +1,8 @@
 //! The backend contract: memory, the order of work, and operations.
 //!
 //! A backend allocates [`Storage`], creates [`Stream`]s, and runs the operations of
-//! [`crate::device::operation`] on the streams. Operations are *enqueued*, and hold handles to the memory
-//! that they touch until they are done. The host sees the results of an operation only after
+//! [`crate::device::operation`] on the streams. Operations are *enqueued*. Until an operation is done, it
+//! holds handles to the memory that it touches. The host sees the results of an operation only after
 //! [`Stream::read`], [`Stream::synchronize`] or [`Event::wait`] returns. Different streams are ordered only
 //! by events. If two operations touch the same memory and one of them writes, they MUST be on one stream or
 //! ordered by an event.

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use super::{MergeGroup, Segment, Selection};
 use crate::base::{Error, KeyForm, Result};
 
-/// The place of a query row in its sequence.
+/// The logical index and the position of a query row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryRow {
     /// Logical index of the row. The row attends to tokens with this logical index or a smaller one.

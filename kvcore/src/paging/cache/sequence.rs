@@ -1,4 +1,4 @@
-//! A sequence's ID, and the place where the sequence starts.
+//! A sequence's ID, and the logical index and position at which the sequence starts.
 
 use std::fmt;
 

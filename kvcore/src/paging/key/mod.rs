@@ -34,8 +34,8 @@ impl BlockKey {
         &self.0
     }
 
-    /// Returns the first 64 bits of the key, for hash tables. They need no further hashing, because the key
-    /// is a uniform digest.
+    /// Returns the first 64 bits of the key, for hash tables. These bits need no further hashing, because the
+    /// key is a uniform digest.
     pub(crate) fn word(&self) -> u64 {
         let mut word = [0; 8];
         word.copy_from_slice(&self.0[..8]);

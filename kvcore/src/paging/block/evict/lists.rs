@@ -1,5 +1,5 @@
 //! Doubly linked lists over block indices, from which the policies are built. A block is in at most one list.
-//! Nothing here allocates after construction.
+//! No method allocates after construction.
 
 const NONE: u32 = u32::MAX;
 

@@ -49,7 +49,7 @@ impl Ghosts {
     }
 
     fn place(&self, key: u64) -> (usize, u32) {
-        // Fingerprints are never 0, because 0 marks an empty place.
+        // Fingerprints are never 0, because 0 marks an empty entry.
         ((key as usize) & (self.buckets.len() - 1), (key >> 32) as u32 | 1)
     }
 
