@@ -92,7 +92,7 @@ impl PrefixFill {
     /// computed into the prefix's own blocks. Blocks that are already cached can still be found by their
     /// keys.
     ///
-    /// Ranks that compute a prompt together use this to compute the same tokens.
+    /// Ranks that compute a prompt together use this method so that all of them compute the same tokens.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if there are not enough blocks. In that case, the caller must

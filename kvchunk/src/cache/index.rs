@@ -10,8 +10,8 @@ use crate::hash::ChunkHash;
 pub trait Indexed {
     /// Returns the hash under which the value is stored.
     fn hash(&self) -> ChunkHash;
-    /// Returns the hash that the same tokens have whatever their system prompt is, or `None` if the value
-    /// cannot be found by such a hash.
+    /// Returns the hash of the value's tokens that does not depend on the system prompt, or `None` if the
+    /// value cannot be found by such a hash.
     fn any_system(&self) -> Option<BlockKey>;
 }
 

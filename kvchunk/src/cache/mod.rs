@@ -113,8 +113,8 @@ pub(crate) struct SharedCache {
     pub(crate) wakes: LatencyHistogram,
     pub(crate) reindexes: LatencyHistogram,
     pub(crate) computes: LatencyHistogram,
-    /// The system prompts that requests are computing, by the key of the whole prompt. This lock must be
-    /// taken before any other.
+    /// The system prompts that requests are computing, by the key of the whole system prompt. This lock must
+    /// be taken before any other lock of the cache.
     pub(crate) systems: Mutex<HashMap<BlockKey, Arc<Flight>>>,
 }
 

@@ -107,7 +107,7 @@ impl Account {
 /// capacity.
 ///
 /// A piece that is being put to sleep keeps its rank in the order, in case it has to stay awake.
-/// [`evict`](Self::evict) skips it.
+/// [`evict`](Self::evict) skips such a piece.
 #[derive(Debug)]
 pub(crate) struct Order {
     policy: Box<dyn EvictionPolicy>,

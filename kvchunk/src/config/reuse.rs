@@ -17,8 +17,8 @@ use crate::scaling::ContextScaling;
 /// assert!(way.scaling.is_plain());
 /// ```
 ///
-/// The default gave the answers closest to full attention on a published model (docs/quality.md). It is not
-/// exact with any mask; [`plain`](Self::plain) reuse is exact in most cells.
+/// The default gave the answers closest to full attention on a published model (docs/quality.md). The default
+/// is not exact with any mask; [`plain`](Self::plain) reuse is exact in most cells.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reuse {

@@ -160,8 +160,8 @@ impl ChunkPiece<'_> {
         self.tokens
     }
 
-    /// Returns whether the hash alone proves the contents to a cache that has not computed them, because
-    /// collisions are infeasible.
+    /// Returns whether collisions are infeasible, so that the hash alone proves the contents to a cache that
+    /// has not computed them.
     pub(crate) fn resists_collisions(&self) -> bool {
         self.hasher.algorithm.resists_collisions()
     }

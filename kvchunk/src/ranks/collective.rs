@@ -64,7 +64,8 @@ impl CollectiveRank {
         if !bytes.is_empty() {
             stream.write(&view, bytes)?;
         }
-        // Reduce even without flags, because ranks that ask for different things are detected here.
+        // Reduce even if there are no flags, because the reduction detects ranks that ask for different
+        // things.
         self.communicator.all_reduce(stream, &view, ReduceOp::Min)?;
         self.communicator.wait(stream)?;
         if bytes.is_empty() { Ok(()) } else { stream.read(&view, bytes) }

@@ -307,8 +307,8 @@ mod tests {
             Some(TokenScores::new(scores))
         };
         let found = Findings {
-            // One token is attended to and right, one is attended to and wrong, and one is wrong but not
-            // attended to.
+            // One token gets attention and is right, one gets attention and is wrong, and one is wrong but
+            // gets no attention.
             attention: scores([(1, 0, 9.0), (1, 4, 0.7), (2, 9, 0.0)]),
             deviations: scores([(1, 0, 0.0), (1, 4, 0.25), (2, 9, 8.0)]),
         };

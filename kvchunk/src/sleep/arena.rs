@@ -19,8 +19,8 @@ use crate::error::Result;
 
 /// A store in which the pieces of one device arena sleep, with a budget of host memory.
 ///
-/// All copies are enqueued on one stream. It must be the stream that writes and reads the arena, or be
-/// ordered with it by events.
+/// All copies are enqueued on one stream. This stream must be the stream that writes and reads the arena, or
+/// be ordered with it by events.
 ///
 /// With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the whole budget is allocated at once.
 /// [`Compressed`](SleepForm::Compressed) allocates memory as pieces are put to sleep. Compression also needs

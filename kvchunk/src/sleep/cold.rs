@@ -15,8 +15,8 @@ pub struct ColdRule {
 }
 
 impl Default for ColdRule {
-    /// Returns the default rule: a piece is cold if it has been used fewer than 5 times, or not for an hour,
-    /// unless it was stored or woken within the last minute.
+    /// Returns the default rule: a piece is cold if it has been used fewer than 5 times, or has not been used
+    /// for an hour, unless it was stored or woken within the last minute.
     fn default() -> Self {
         Self { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::from_secs(60) }
     }

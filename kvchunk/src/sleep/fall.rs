@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 
 impl ChunkCacheManager {
     /// Puts the pieces that are cold according to `rule` to sleep, and returns the number of pieces that were
-    /// put to sleep. Their blocks become free. A later hit on a sleeping piece wakes it.
+    /// put to sleep. The blocks of these pieces become free. A later hit on a sleeping piece wakes it.
     ///
     /// If the store fails after some pieces have been put to sleep, the other pieces stay awake and keep
     /// their eviction order, and the call succeeds.
