@@ -131,8 +131,8 @@ impl BlockManager {
     }
 
     /// Copies the keys and values of the first `len` tokens in a list of blocks, and returns the copies as
-    /// `([len, k_heads, k_dim], [len, v_heads, v_dim])`. Use them on `stream`, or on a stream that waits for
-    /// an event of `stream`.
+    /// `([len, k_heads, k_dim], [len, v_heads, v_dim])`. Use the copies on `stream`, or on a stream that
+    /// waits for an event of `stream`.
     ///
     /// # Errors
     /// Returns an error if a block is not allocated, if `len` exceeds the number of tokens in the blocks, or

@@ -6,7 +6,7 @@ pub(crate) use kvcore::Error as CoreError;
 
 /// The errors of the managers, with the values needed to handle them.
 ///
-/// Unless its documentation says otherwise, a call that returns an error changes nothing.
+/// Unless a function's documentation says otherwise, a call that fails changes nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
