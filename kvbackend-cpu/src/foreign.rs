@@ -1,5 +1,5 @@
-//! Other engines' KV caches in host memory: copies an arena's rows to their blocks, and their rows to an
-//! arena.
+//! Other engines' KV caches in host memory. Rows are copied from an arena to the blocks of such a cache, and
+//! back.
 //!
 //! An engine such as vLLM has its own blocks, in its own layout. On a CPU, its keys may be transposed, or
 //! stored in matrix-unit tiles, which the strides of [`KvLayout`](kvcore::KvLayout) cannot describe. Rows are

@@ -42,7 +42,7 @@ fn count() -> u64 {
     u64::try_from(usage.ru_nivcsw).unwrap_or(0)
 }
 
-/// Returns 0, because other systems do not report preemptions. Threads are therefore always used.
+/// Returns 0, because preemptions are counted only on Linux. On other systems, a pool's threads always help.
 #[cfg(not(target_os = "linux"))]
 fn count() -> u64 {
     0

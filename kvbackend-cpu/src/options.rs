@@ -56,8 +56,8 @@ pub struct CpuOptions {
 /// threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
-    /// Minimum amount of work per thread, in bytes: about as much as one thread moves while another one is
-    /// being woken.
+    /// Minimum amount of work per thread, in bytes: about as much as one thread moves in the time that it
+    /// takes to wake another thread.
     pub bytes_per_thread: usize,
     /// Size in bytes at which copies start to bypass the caches. The beginning of such a large copy would no
     /// longer be cached when it is read later.

@@ -81,7 +81,8 @@ impl Event for CpuEvent {
         self.queue.upgrade().is_none_or(|queue| queue.done.load(Ordering::Acquire) >= self.at)
     }
 
-    /// Waits for the event first, because deferred work runs only when something waits for it.
+    /// Waits for the event before calling `call`, because deferred work runs only when something waits for
+    /// it.
     fn on_done(self: Arc<Self>, call: DoneCall) {
         call(self.wait());
     }
@@ -149,7 +150,7 @@ impl Stream for CpuStream {
         let known = event.as_any().downcast_ref::<CpuEvent>();
         let known = known.ok_or(Error::ForeignHandle { what: "an event", backend: NAME })?;
         if std::ptr::eq(known.queue.as_ptr(), Arc::as_ptr(&self.queue)) {
-            return Ok(()); // the stream keeps its own order
+            return Ok(()); // the stream's work runs in order anyway
         }
         let event = Arc::clone(event);
         self.enqueue(move || event.wait())

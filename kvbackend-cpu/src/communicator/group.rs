@@ -37,7 +37,7 @@ struct GroupState {
     /// For each rank, whether it has left the group. The group fails as soon as a call needs a rank that has
     /// left.
     left: Vec<bool>,
-    /// The collective call in progress, or `None` if no rank has made it yet.
+    /// The collective call that at least one rank, but not every rank, has made, or `None` if there is none.
     call: Option<CollectiveCall>,
     /// The bytes contributed to the call under way, by rank.
     brought: Vec<Option<Vec<u8>>>,

@@ -8,8 +8,8 @@ use super::{Products, filled, same};
 use crate::raw::Destination;
 use crate::simd::{Simd, SimdTask, exp};
 
-/// Minimum size of a thread's output, in bytes: about as much as one thread computes while another one is
-/// being woken.
+/// Minimum size of a thread's output, in bytes: about as much as one thread computes in the time that it
+/// takes to wake another thread.
 const BYTES_PER_THREAD: usize = 32 << 10;
 /// Number of elements per unit of work: several cache lines, so that two threads can write to the same line
 /// only where their parts meet.

@@ -54,8 +54,8 @@ const FEW: usize = 64 << 10;
 const GROUP: usize = 4 * tile::COLUMNS;
 /// Padding between decoded rows, in elements: one cache line.
 const PAD: usize = 16;
-/// Minimum size of a thread's share of a matrix, in bytes: about as much as one thread multiplies by a row
-/// while another one is being woken.
+/// Minimum size of a thread's share of a matrix, in bytes: about as much as one thread multiplies by a row in
+/// the time that it takes to wake another thread.
 const BYTES_PER_THREAD: usize = 64 << 10;
 
 /// A matrix `[out, input]` in its stored form, row by row.

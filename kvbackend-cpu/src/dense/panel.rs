@@ -1,10 +1,10 @@
 //! Multiplies many rows by panels. A panel is a few matrix rows that are first transposed, so that their
 //! elements are side by side.
 //!
-//! A panel is two vectors wide and fits in the first-level cache. Up to six or eight rows at a time are
-//! multiplied by a panel: each of their elements is broadcast to a vector, and every sum stays in a register
-//! until the end of the panel. (Goto and van de Geijn, *Anatomy of high-performance matrix multiplication*,
-//! 2008.)
+//! A panel is two vectors wide and fits in the first-level cache. Depending on the instruction set, up to six
+//! or eight rows at a time are multiplied by a panel: each of the rows' elements is broadcast to a vector,
+//! and every sum stays in a register until the end of the panel. (Goto and van de Geijn, *Anatomy of
+//! high-performance matrix multiplication*, 2008.)
 
 use std::ops::Range;
 

@@ -14,7 +14,7 @@ use crate::simd::{Simd, SimdTask, narrow, widen};
 /// bits.
 const NEAREST: f32 = 12_582_912.0; // 1.5 · 2²³
 
-/// Checks that rows of a format can be decoded and encoded here.
+/// Checks that this module can decode and encode rows of a format.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::Unsupported`] for any other format.

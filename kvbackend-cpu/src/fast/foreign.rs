@@ -360,9 +360,9 @@ unsafe fn stream_lines<S: Simd>(from: *const u8, to: *mut u8, bytes: usize) {
 /// Writes `to[(i - elements.start) * stride + t] = rows[t][i]` for each `i` in `elements`.
 ///
 /// # Safety
-/// Each row must have all of `elements`. For each of them, `to` must have room for `rows.len()` elements at a
-/// distance of `stride`. The two sides must not overlap. The caller must be compiled for the instruction set
-/// of `S`.
+/// Each row must have all of `elements`. `to` must have room for `rows.len()` elements at each of
+/// `elements.len()` strides. `rows` and `to` must not overlap. The caller must be compiled for the
+/// instruction set of `S`.
 #[inline(always)]
 unsafe fn columns<S: Simd, E: SimdElement>(
     rows: &[*const E],

@@ -97,7 +97,7 @@ impl StridedCopy<'_> {
 ///
 /// # Safety
 /// `from` and `to` must be valid for an element at every offset that `axes` reaches, and no other thread may
-/// write there.
+/// write to these elements.
 unsafe fn squares<T: Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
     each_square(axes, |from_at, to_at| {
         // SAFETY: by contract, an element at `from_at` is readable and one at `to_at` writable.
@@ -109,7 +109,7 @@ unsafe fn squares<T: Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
 ///
 /// # Safety
 /// `from` and `to` must be valid for `bytes` bytes at every offset that `axes` reaches. The runs read and
-/// written must not overlap, and no other thread may write there.
+/// written must not overlap, and no other thread may write to them.
 unsafe fn runs(from: *const u8, to: *mut u8, axes: &(Axis, Axis), bytes: usize) {
     each_square(axes, |from_at, to_at| {
         // SAFETY: by contract, `bytes` bytes are readable at `from_at` and writable at `to_at`, and they do

@@ -73,7 +73,7 @@ impl SpanUse<'_> {
         Ok(own.start <= bytes.start && bytes.end <= own.end && std::ptr::eq(self.storage, span.storage()?))
     }
 
-    /// Extends this part to include the next one in order if they share a byte, and returns whether they do.
+    /// Extends this part to include `next` if the two parts share a byte, and returns whether they do.
     fn joins(&mut self, next: &Self) -> bool {
         let (own, other) = (&mut self.range, &next.range);
         let overlap = std::ptr::eq(self.storage, next.storage) && other.bytes.start < own.bytes.end;

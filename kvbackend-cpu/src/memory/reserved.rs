@@ -16,8 +16,8 @@ use super::{CpuStorage, LARGE_PAGE, MemoryOwner, OwnedMemory, pages};
 /// Host memory whose pages can be unmapped and mapped again. Kernels access this memory as a [`CpuStorage`].
 ///
 /// Unmapping a range drops its pages but does not protect them. On the next access, the system provides a
-/// zeroed page, so safe code may read and write an unmapped range. Pages written there use physical memory
-/// until the range is unmapped or mapped again, which drops them.
+/// zeroed page, so safe code may read and write an unmapped range. Such a page uses physical memory until the
+/// range is unmapped or mapped again, which drops the page.
 #[derive(Debug)]
 pub struct CpuReserved {
     storage: CpuStorage,
@@ -47,8 +47,8 @@ impl Drop for Mapping {
 }
 
 impl Mapping {
-    /// Maps `bytes` bytes, rounded up to whole pages, and returns their address and the mapping. Large
-    /// mappings begin at a large-page boundary.
+    /// Maps `bytes` bytes, rounded up to whole pages. Returns the address, the rounded size, and the mapping.
+    /// Large mappings begin at a large-page boundary.
     pub(super) fn new(kind: MemoryKind, bytes: usize) -> Result<(NonNull<u8>, usize, Self)> {
         let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
         let fits = |len: &usize| isize::try_from(*len).is_ok();

@@ -69,7 +69,7 @@ pub(crate) use math::{exp, from_f16};
 /// to an f16 without correcting the bias (7 instead of 15), which divides the value by 2⁸.
 pub(crate) const E4M3_UNIT: f32 = 256.0;
 
-/// The magnitude bits of an E4M3 NaN, which are the largest of all codes.
+/// The magnitude bits of an E4M3 NaN. No other code has larger magnitude bits.
 const E4M3_NAN: u8 = 0x7f;
 
 // Decision: docs/decisions/backend-cpu.md#kernels-are-generic-functions-over-an-instruction-set

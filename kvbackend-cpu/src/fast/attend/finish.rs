@@ -17,8 +17,8 @@ pub(super) struct Outputs<'a> {
 ///
 /// # Safety
 /// For each merge group and part, `states` must point to a state of `v_dim + 2` elements. This task
-/// overwrites it, and nothing else may access it meanwhile. `layout.v_dim` must be the output's width, and no
-/// other thread may access this row and head of the outputs.
+/// overwrites these states, and no other code may access them during the call. `layout.v_dim` must be the
+/// output's width, and no other thread may access this row and head of the outputs.
 pub(super) struct Finish<'a> {
     pub(super) op: &'a Attend,
     pub(super) outputs: &'a Outputs<'a>,

@@ -36,7 +36,7 @@ impl CallInputs<'_> {
     }
 }
 
-/// The query rows of a view, which are read in place.
+/// The query rows of a view, which are read from the view itself or from a copy.
 #[derive(Clone, Copy)]
 pub(super) struct QueryRows<'a> {
     pub(super) view: &'a TensorView,

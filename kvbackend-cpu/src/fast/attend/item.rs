@@ -96,10 +96,10 @@ pub(super) struct ItemContext<'a> {
 /// Computes an item, using one thread's buffers.
 ///
 /// # Safety
-/// The fields of `context` must belong to one checked operation, and `item` and `runs` to a plan of it. If
-/// the item's tokens are split, `shared` must have room for its states. `matrix_form`, if given, must have
-/// been made for the inputs and for a level that the processor supports. No other thread may access the rows
-/// and heads of `item` in the outputs, or its states in `shared`, during the call.
+/// The fields of `context` must belong to one checked operation, and `item` and `runs` to a plan of this
+/// operation. If the item's tokens are split, `shared` must have room for its states. `matrix_form`, if
+/// given, must have been made for the inputs and for a level that the processor supports. No other thread may
+/// access the rows and heads of `item` in the outputs, or its states in `shared`, during the call.
 pub(super) struct ComputeItem<'a> {
     pub(super) context: ItemContext<'a>,
     pub(super) scratch: &'a mut ItemScratch,

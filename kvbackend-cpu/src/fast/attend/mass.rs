@@ -26,7 +26,7 @@ use crate::simd::{Simd, SimdTask, exp};
 /// Number of tokens per part.
 const PART: usize = 2 * TILE;
 
-/// A thread's buffers, which grow to the largest size that it needs.
+/// A thread's buffers, which grow to the largest size that the thread needs.
 #[derive(Default)]
 struct MassScratch {
     queries: Vec<f32>,

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use crate::simd::Simd;
 
-/// The scales of one head's rows as f32. The scales of each row are contiguous. Empty if rows have no scales.
+/// The scales of one head's rows as f32. The scales of each row are contiguous. The address is null if rows
+/// have no scales.
 #[derive(Clone, Copy)]
 pub(super) struct RowScales {
     at: *const f32,

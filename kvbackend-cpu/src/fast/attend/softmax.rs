@@ -45,7 +45,7 @@ pub(super) struct LogitScaling {
 ///
 /// # Safety
 /// `row` must have `n` initialised elements and room for `S::LANES` more, and `state` must have two elements.
-/// No other code may access either during the call.
+/// No other code may access `row` or `state` during the call.
 pub(super) struct OnlineSoftmax {
     pub(super) row: *mut f32,
     pub(super) n: usize,

@@ -85,8 +85,8 @@ pub(super) enum TileForm {
 pub(super) struct TileBuffers<'a> {
     pub(super) keys: *mut f32,
     pub(super) values: *mut f32,
-    /// The addresses of the packed keys' columns, one per element. In latent attention, the columns of the
-    /// values follow.
+    /// The addresses of the packed keys' columns, one per element of a key. In latent attention, the
+    /// addresses of the values' columns follow.
     pub(super) columns: &'a [*const u8],
 }
 
