@@ -216,7 +216,7 @@ impl Npu {
         Ok((free, total))
     }
 
-    /// Zeroes bytes on the device, and waits for the result. The device's context must be current.
+    /// Zeroes bytes on the device, and waits until they are zero. The device's context must be current.
     ///
     /// # Safety
     /// The `bytes` bytes at `address` must belong to the caller, and no enqueued work may use them.
@@ -264,8 +264,8 @@ fn current(library: &Library) -> Option<sys::aclrtContext> {
     (code == 0 && !context.is_null()).then_some(context)
 }
 
-/// Makes the previous context current again. If there was none, the current one stays: ACL has no call to
-/// remove it.
+/// Makes the previous context current again. If there was no previous context, the current context stays: ACL
+/// has no call to remove it.
 fn restore(library: &Library, before: Option<sys::aclrtContext>) {
     if let Some(before) = before {
         // SAFETY: the context was current on this thread.

@@ -57,7 +57,8 @@ impl fmt::Debug for AscendDenseSteps {
 }
 
 impl Drop for AscendDenseSteps {
-    /// Waits for the enqueued work, because dropping the steps frees its activation memory.
+    /// Waits for the enqueued work, because dropping the steps frees the activation memory that this work
+    /// uses.
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
     }
@@ -163,7 +164,7 @@ impl AscendDenseSteps {
         }
         self.queue.enqueue(|work| {
             for (&storage, of_activations) in uses.iter().zip(of_activations) {
-                // A graph already holds its activation memory, which its steps use one after another.
+                // The graph already holds the activation memory that its steps use one after another.
                 if !(of_activations && work.captured_step().is_some()) {
                     work.hold(Hold::Storage(Arc::clone(storage)));
                 }

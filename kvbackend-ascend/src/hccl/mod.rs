@@ -262,7 +262,7 @@ impl Communicator for HcclCommunicator {
             late @ (Error::RanksTimedOut { .. } | Error::RankLeft(_) | Error::RankAborted(_)) => {
                 self.group.fail(late)
             }
-            // The other ranks fail because this rank aborted the work, unless the group has failed before.
+            // The other ranks fail because this rank aborted the work, unless the group had already failed.
             own => {
                 self.group.fail(Error::RankAborted(self.rank));
                 own

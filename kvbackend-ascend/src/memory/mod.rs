@@ -22,8 +22,8 @@ pub use reserved::AscendReserved;
 /// A range of device memory or of pinned host memory.
 ///
 /// The address is a device pointer, or a host pointer for pinned memory. ACL frees memory immediately, even
-/// if work still uses it. Enqueued operations therefore hold the storage, and it is freed once no work uses
-/// it.
+/// if work still uses it. Enqueued operations therefore hold the storage, whose memory is freed once no work
+/// uses it.
 pub struct AscendStorage {
     npu: Arc<Npu>,
     address: u64,

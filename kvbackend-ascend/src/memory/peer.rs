@@ -8,8 +8,8 @@ use super::AscendStorage;
 use crate::device::Npu;
 use crate::errors::foreign;
 
-/// Returns the device that owns a storage. It must be `npu` itself, or a device whose memory `npu` can
-/// access.
+/// Returns the device that owns a storage. This device must be `npu` itself, or a device whose memory `npu`
+/// can access.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::ForeignHandle`] if the storage belongs to another backend, to the host, or to a

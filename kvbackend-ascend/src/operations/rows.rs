@@ -103,7 +103,8 @@ pub(super) fn scatter(work: &mut StepWork<'_, '_>, op: &Scatter) -> Result<()> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#fused-operators-are-used-where-they-fit
-/// Writes keys and values with the fused operator if it accepts these operands. Returns whether it did.
+/// Writes keys and values with the fused operator if the operator accepts them. Returns whether they were
+/// written.
 fn put_both(
     work: &mut StepWork<'_, '_>,
     planes: &[PlaneMatrix; 2],

@@ -24,7 +24,7 @@ pub(crate) struct Work<'a> {
 }
 
 impl AclStream {
-    /// Runs `enqueue`, and holds everything that it registers until its work is done.
+    /// Runs `enqueue`, and holds everything that `enqueue` registers until the enqueued work is done.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`] if this thread is recording a capture that the stream has not

@@ -1,7 +1,7 @@
 //! Attention with rows side by side: one set of operators for all rows, regardless of their segments.
 //!
 //! Batches of decoding sequences run this way, and so do captured steps: a replay may have different blocks,
-//! lengths, offsets and segments, as long as each row's tokens fit.
+//! lengths, offsets and segments, as long as each row's tokens fit into the captured capacity.
 
 use kvcore::Result;
 
