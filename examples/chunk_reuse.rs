@@ -1,8 +1,8 @@
 //! Two prompts with the same documents in a different order: `cargo run --release --example chunk_reuse`.
 //!
-//! The first prompt computes its documents. The second prompt finds both and reads them at other positions without
-//! a copy, because attention rotates the query instead of the keys. In place of a model, keys and values are made up
-//! from the tokens. Everything else is what an engine does.
+//! The first prompt computes its documents. The second prompt finds both documents and reads them at other
+//! positions without a copy, because attention rotates the query instead of the keys. In place of a model,
+//! keys and values are made up from the tokens. Everything else is what an engine does.
 
 use std::sync::Arc;
 
@@ -95,7 +95,7 @@ impl Device {
     }
 }
 
-/// Returns the same token's attention output over recomputed keys, all in one sequence.
+/// Returns the attention output of the prompt's question over a context that is recomputed in one sequence.
 fn recomputed(
     device: &Device,
     main: &mut PagedKvCache,
@@ -144,7 +144,7 @@ fn main() -> Result<()> {
             ranks: None,
             replicas: None,
         };
-        // Looks up all parts. The inputs are the missing ones, with a slot for each token.
+        // Looks up all parts. The inputs are the missing parts, with a slot for each token.
         let assembly = assembler.assemble(&prompt)?;
         assert!(assembly.is_ready(), "no other request computes a piece of this prompt");
         let mut computed = 0;

@@ -96,7 +96,7 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
     let format = DType::F32.into();
     let (num_layers, k_heads, v_heads, k_dim, v_dim) = (LAYERS, HEADS, HEADS, DIM, DIM);
     let extents = KvExtents { num_layers, k_heads, v_heads, k_dim, v_dim, max_positions: 1024, format };
-    // Four blocks are reserved for running requests; new ones may not take them.
+    // Four blocks are reserved for running requests; new requests may not take them.
     let config = PagedCacheConfig { max_memory, watermark: 4, ..PagedCacheConfig::default() };
     let layout = Arc::new(config.layout(&extents, &RankInfo::default())?);
     let arena = KvArena::allocate(model.backend.as_ref(), MemoryKind::Device, layout)?;
@@ -132,7 +132,8 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
             Ok(SequenceInput::new(next.clone(), at, at as i64, WriteSlots::default(), own))
         };
         let mut inputs = running.iter().zip(&next).map(input).collect::<Result<Vec<_>>>()?;
-        // Waiting requests are admitted while there is room for a first piece after their cached tokens. Each has its own slots.
+        // Waiting requests are admitted while there is room for a first piece after their cached tokens. Each
+        // request has its own slots.
         while let Some(mut new) = waiting.pop_front() {
             new.keys.extend(&new.tokens[new.keys.tokens().len()..]);
             let (id, cached, own) = match cache.admit(&new.keys, PIECE) {

@@ -20,8 +20,8 @@ pub(crate) struct BindgenArgs {
 pub(crate) const NEEDS: &[Tool] =
     &[Tool::Crate("bindgen", "bindgen-cli", "0.72.1"), Tool::Package("libclang-14-dev")];
 
-/// The binding files: the path, the function table that the macro `table` makes from it, if any, and the part
-/// of `ascend.h` that it covers.
+/// The binding files. Each entry has the file's path, the function table that the macro `table` makes from
+/// the file, if any, and the part of `ascend.h` that the file covers.
 const FILES: [(&str, Option<&str>, &str); 5] = [
     ("types", None, "acl.*|ACL_.*|Hccl.*|HCCL_.*"),
     ("acl", Some("Acl"), "aclInit|aclGetRecentErrMsg|aclrt.*|aclmdlRI.*"),

@@ -9,7 +9,7 @@ use crate::{ci, deep, features, links, rooms, storeys};
 /// The maximum number of lines per source file.
 const MAX_LINES: usize = 600;
 
-/// The maximum number of lines per source file of `xtask`, and in all of `xtask`.
+/// Two limits on lines: per source file of `xtask`, and in all of `xtask`.
 const MAX_OF_XTASK: (usize, usize) = (300, 3_500);
 
 /// Separate workspaces, each with its own lock file.
@@ -93,7 +93,7 @@ fn file_sizes() -> Result {
         let in_xtask = file.starts_with("xtask/");
         of_xtask += if in_xtask { lines } else { 0 };
         let most = if in_xtask { MAX_OF_XTASK.0 } else { MAX_LINES };
-        // The length of a generated file depends on its header.
+        // The length of a generated file depends on the C header that it is generated from.
         if lines > most && !text.starts_with("/* automatically generated") {
             long.push(format!("{file} has {lines} lines, more than {most}"));
         }

@@ -6,11 +6,11 @@ use std::str::FromStr;
 /// Counts of passed, failed and skipped tests.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Sums {
-    /// Tests that passed.
+    /// The number of tests that passed.
     pub passed: u64,
-    /// Tests that failed.
+    /// The number of tests that failed.
     pub failed: u64,
-    /// Tests that are ignored, or that reported that they were skipped.
+    /// The number of tests that are ignored, or that reported that they were skipped.
     pub skipped: u64,
 }
 
@@ -39,7 +39,7 @@ pub struct OutputReader {
     pub sums: Sums,
     /// Output of failed tests, followed by their names.
     pub failures: Vec<String>,
-    /// Tests of the current program that reported that they were skipped.
+    /// The number of tests of the current program that reported that they were skipped.
     skipped: u64,
     /// The section of the output that the next line belongs to.
     section: Section,

@@ -9,7 +9,7 @@ use crate::metadata::{Package, packages};
 #[derive(Debug, Clone, PartialEq)]
 struct CrateFeatures {
     name: String,
-    /// All features except `default`, which only enables others.
+    /// All features except `default`, which only enables other features.
     features: Vec<String>,
 }
 

@@ -1,5 +1,5 @@
-//! Tables that a task writes into a document. Each is between two marker lines, and the rest of the page is
-//! left unchanged.
+//! Tables that a task writes into a document. Each table is between two marker lines, and the rest of the
+//! page is left unchanged.
 
 use crate::run::{self, Result, root};
 

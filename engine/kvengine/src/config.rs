@@ -67,7 +67,7 @@ pub struct ChunkSleep {
     /// The form in which chunks are stored while they sleep.
     pub form: SleepForm,
     /// The maximum amount of host memory, in bytes. `None` means as much as the chunk pool has on the device.
-    /// All of it is allocated at once, unless chunks are compressed.
+    /// This memory is allocated all at once, unless chunks are compressed.
     pub memory: Option<usize>,
 }
 
@@ -114,7 +114,7 @@ impl Default for Scheduling {
 }
 
 /// The default of [`EngineConfig::graphs`]. The decode steps of a single request need about five graphs by
-/// the time it has 4,000 tokens.
+/// the time the request has 4,000 tokens.
 pub const DEFAULT_GRAPHS: usize = 16;
 
 /// The default of [`EngineConfig::swap_memory`] in bytes: 512 MiB.

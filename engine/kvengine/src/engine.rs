@@ -153,8 +153,8 @@ impl Engine {
         self.runner.replica_device()
     }
 
-    /// Returns the number of decode steps that went through the graph cache, by how they ran. All counts are
-    /// 0 if the backend or the dense steps do not support capture.
+    /// Counts the decode steps that the graph cache has run, by how they ran. All counts are 0 if the backend
+    /// or the dense steps do not support capture.
     pub fn graph_counts(&self) -> GraphCounts {
         self.runner.graph_counts()
     }
@@ -183,7 +183,7 @@ impl Engine {
     /// - Returns [`Error::EmptyPrompt`], [`kvmodel::Error::TokenOutOfVocabulary`] or
     ///   [`kvchunk::Error::TooLong`] if the prompt cannot be computed.
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool is too small for the prompt, and
-    ///   [`kvcore::Error::TooLarge`] if a static cache is too short for it.
+    ///   [`kvcore::Error::TooLarge`] if a static cache is too short for the prompt.
     /// - Returns [`Error::Asleep`] if the pool of sequences is [asleep](Self::sleep).
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let mut answer = self.submit(Request { samples: 1, ..request.clone() })?;

@@ -80,7 +80,7 @@ pub enum Error {
         "the request was stopped by its observer, and its memory was released; send it again to get an answer"
     )]
     Cancelled,
-    /// A pass failed that computed tokens of several requests.
+    /// A pass that computed tokens of several requests failed.
     #[error("the pass over this and other requests failed: {0}")]
     Pass(std::sync::Arc<Error>),
     /// The request took longer than its time limit.

@@ -76,7 +76,7 @@ pub struct Request {
     /// The tag of the chunk cache tenant that owns the chunks; `None` for the default tenant.
     pub tenant: Option<String>,
     /// The number of answers to sample. The prompt is computed once. The answer with index `i` uses the seed
-    /// `i` above [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) returns only one answer. A
+    /// [`Sampling::seed`] plus `i`. [`Engine::generate`](crate::Engine::generate) returns only one answer. A
     /// request with a [forced](Self::forced) answer has one sample.
     pub samples: usize,
     /// The settings of a beam search for the most likely whole answers. The search returns the best
@@ -89,7 +89,7 @@ pub struct Request {
     /// The time after which the request ends with [`Error::TimeOut`].
     pub time_limit: Option<Duration>,
     /// The eviction priority of the prompt's cached blocks while no request holds them, and the time for
-    /// which this priority lasts. It only has an effect if
+    /// which this priority lasts. This setting only has an effect if
     /// [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy) evicts by priority. For a chunked
     /// prompt, it applies to the blocks of the question.
     pub retention: Option<Retention>,
@@ -122,10 +122,10 @@ pub struct Request {
 }
 
 impl Request {
-    /// Creates a greedy request for up to 64 tokens in the default cell. Up to rounding, the answer is the
-    /// same as without reuse under the request's attention mask, but it may differ from the answer under full
-    /// attention. [`reusing`](Self::reusing) applies measured settings, such as the default of
-    /// [`kvchunk::Reuse`].
+    /// Creates a greedy request for up to 64 tokens, with the default compute mode and position strategy. Up
+    /// to rounding, the answer is the same as without reuse under the request's attention mask, but it may
+    /// differ from the answer under full attention. [`reusing`](Self::reusing) applies measured settings,
+    /// such as the default of [`kvchunk::Reuse`].
     pub fn new(prompt: impl Into<Arc<PromptTokens>>) -> Self {
         Self {
             prompt: prompt.into(),
@@ -299,8 +299,8 @@ impl BeamSearch {
 /// attend to everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SparseDecode {
-    /// The number of blocks that a token attends to in each layer, at least 4. If there are no more blocks
-    /// than that, the token attends to all of them.
+    /// The number of blocks that a token attends to in each layer, at least 4. If the context has no more
+    /// blocks than this, the token attends to all of them.
     pub pages: usize,
     /// The number of initial layers that attend to everything, because their attention is spread out.
     pub dense_layers: usize,

@@ -50,13 +50,13 @@ pub(super) struct Blend {
 /// The rows that continue after the checkpoint.
 #[derive(Debug)]
 struct ChosenRows {
-    /// The ascending indices of the rows left to compute. Indices count across all pieces.
+    /// The indices of the rows left to compute, in ascending order, counted across all pieces.
     rows: VecDeque<u32>,
     /// The inputs of the chosen rows.
     batch: Vec<SequenceInput>,
     /// The number of chosen rows that have been computed to the end.
     done: usize,
-    /// The total number of rows in the pieces that have already continued, which come before the kept pieces.
+    /// The total number of rows in the pieces before the kept pieces, which need no more work.
     passed: u32,
     /// The number of chunk tokens among the chosen rows.
     tokens: usize,
@@ -169,7 +169,7 @@ impl Blend {
         Ok(Blended { rows: rows.len(), flops, end: None })
     }
 
-    /// Runs one piece's chosen rows through the layers after the checkpoint.
+    /// Runs up to `most` of the next piece's chosen rows through the layers after the checkpoint.
     fn after_checkpoint(
         &mut self,
         source: &BlendSource<'_>,

@@ -40,7 +40,8 @@ impl Context {
         SequenceInput { groups: Arc::clone(&self.groups), ..input }
     }
 
-    /// Returns `question` with its context replaced by this context. Its own sequence stays the same.
+    /// Returns `question` with its context replaced by this context. The question's own sequence stays the
+    /// same.
     pub(super) fn of_question(&self, question: &SequenceInput) -> SequenceInput {
         let segments = match question.segments.last() {
             Some(sequence) => self.followed_by(sequence.clone()),

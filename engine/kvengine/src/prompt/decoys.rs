@@ -1,10 +1,10 @@
 //! The built-in decoys.
 
-/// Short documents about different things, none of which exists: decoys for documents of any kind (see
+/// Short documents about various invented things: decoys for documents of any kind (see
 /// [`kvchunk::ComputeMode::Behind`]).
 ///
-/// Decoys that resemble the documents keep more of the answers, so a library of documents of one kind does
-/// better with a few of its own.
+/// Decoys that resemble the documents preserve more answers. If all documents are of one kind, use a few
+/// decoys of that kind instead.
 pub const BUILT_IN_DECOYS: [&str; 7] = [
     "The ferry Saint Osla crosses the Varn strait six times a day. It was built in 1974 by the Tolmen yard and carries \
      310 passengers and 42 cars. Its captain is Runa Eskeland. The crossing from Hollin Quay to Marrow Point takes 55 \

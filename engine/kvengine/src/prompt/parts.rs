@@ -34,8 +34,8 @@ pub(crate) struct LivePrompt {
     /// The segments that the question sees.
     pub(super) context: Context,
     pub(super) costs: PromptCosts,
-    /// The sequence of a question that was started before its documents were final: to measure its attention,
-    /// or by a blend.
+    /// The sequence of a question whose computation started before its documents were final, either to
+    /// measure the question's attention or for a blend.
     pub(super) question: Option<SequenceId>,
 }
 
@@ -81,7 +81,7 @@ pub(super) enum Stage {
 /// Inputs that are computed piece by piece, in several passes.
 #[derive(Debug, Default)]
 pub(super) struct PendingRows {
-    /// The inputs that still have rows that no pass has taken.
+    /// The inputs with rows that no pass has taken yet.
     inputs: VecDeque<SequenceInput>,
     /// The number of the first input's rows that passes have already taken.
     taken: usize,
@@ -187,7 +187,7 @@ impl LivePrompt {
         matches!(self.parts, PromptParts::Stored { stage: Stage::Blending(_), .. })
     }
 
-    /// Returns a waiter for a part that another request is computing.
+    /// Returns a waiter for a part that another request is computing, if there is such a part.
     pub(crate) fn waiter(&self) -> Option<&kvchunk::ChunkWaiter> {
         match &self.parts {
             PromptParts::Missing { assembly, .. } => assembly.waiters().next(),

@@ -81,7 +81,7 @@ impl PromptTokens {
     /// # Errors
     /// Returns [`kvmodel::Error::Messages`] if the last message is not the user's. Returns
     /// [`kvmodel::Error::Template`] if the template fails or rejects the conversation, or if there are
-    /// documents and it does not write the last message exactly once.
+    /// documents and the template does not write the last message exactly once.
     pub fn from_conversation<'a>(
         codec: &TextCodec,
         messages: &[Message],

@@ -16,7 +16,7 @@ use crate::request::Sampling;
 pub struct Sampler {
     sampling: Sampling,
     rng: StdRng,
-    /// For each token, whether it has been seen so far; empty if there is no repetition penalty.
+    /// For each token, true if it has been seen so far; empty if there is no repetition penalty.
     seen: Vec<bool>,
     /// The number of occurrences of each token in the answer; empty if there is no presence or frequency
     /// penalty.

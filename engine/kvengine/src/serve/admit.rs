@@ -12,8 +12,8 @@ use crate::runner::Runner;
 
 impl Scheduler {
     /// Admits the first waiting request if there is room for its first piece of up to `most` tokens. Returns
-    /// its rank and the number of tokens fed, or `None` if nothing was admitted. A request that fails is
-    /// answered with its error.
+    /// the request's rank and the number of tokens that it adds to the pass, or `None` if nothing was
+    /// admitted. A request that fails is answered with its error.
     pub(super) fn admit(&mut self, runner: &mut Runner, most: usize) -> Option<(ServiceRank, usize)> {
         let answers: usize = self.running.iter().map(|live| live.request.width()).sum();
         loop {
@@ -57,8 +57,8 @@ impl Scheduler {
 }
 
 impl LiveRequest {
-    /// Returns true if the request should be admitted now: if every pool has room above the watermark for its
-    /// first piece, or if its prompt may be cached. In the latter case, only
+    /// Returns true if the request should be admitted now: if every pool has room above the watermark for the
+    /// request's first piece, or if its prompt may be cached. In the latter case, only
     /// [`admit`](kvcore::PagedKvCache::admit) can check whether there is room. A chunked prompt that found no
     /// room before is not tried again until more blocks are available.
     fn has_room(&self, runner: &Runner, most: usize, watermark: usize) -> bool {
@@ -138,7 +138,7 @@ impl LiveRequest {
         Ok(end - before)
     }
 
-    /// Returns the `tokens` tokens that a sample was last assigned as an input without slots. The input
+    /// Returns an input without slots for the last `tokens` tokens that were assigned to a sample. The input
     /// requests logits if these are the sample's last tokens.
     pub(super) fn input(&mut self, runner: &Runner, branch: usize, tokens: usize) -> Result<SequenceInput> {
         let forced = self.request.forced.is_some();

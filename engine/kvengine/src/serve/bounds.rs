@@ -53,9 +53,10 @@ impl LayerBounds {
         }
     }
 
-    /// Returns the nearness of each block, at most 0: for each query head, the upper bound of the block's dot
-    /// products, multiplied by the block's factor, minus the largest such value of all blocks; then the
-    /// maximum over all heads. `q` contains `heads` queries, the same number for each key head.
+    /// Returns the nearness of each block, which is at most 0. For each query head, takes the upper bound of
+    /// the block's dot products, multiplied by the block's factor, and subtracts the largest such value of
+    /// all blocks. The nearness is the maximum of these differences over all heads. `q` contains `heads`
+    /// queries, the same number for each key head.
     pub(super) fn nearness(&self, q: &[f32], (heads, kv_heads): (usize, usize), factors: &[f32]) -> Vec<f32> {
         let (dim, pages) = (q.len() / heads.max(1), self.pages.min(factors.len()));
         let (width, group) = (kv_heads * dim, heads / kv_heads.max(1));

@@ -78,7 +78,7 @@ impl LiveRequest {
     }
 
     /// Turns each continuation into a branch. The first continuation of an old branch keeps that branch's
-    /// sequence; all others get forks of it.
+    /// sequence; the branch's other continuations get forks of the sequence.
     fn branch_out(&mut self, runner: &mut Runner, on: &[Continuation]) -> Result<()> {
         let (mut sequences, mut forks) = (Vec::with_capacity(on.len()), Vec::new());
         for (i, next) in on.iter().enumerate() {

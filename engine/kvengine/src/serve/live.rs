@@ -64,7 +64,7 @@ pub(super) struct Branch {
     pub(super) accepted: usize,
     /// The input of the last decode step. Its memory is reused.
     pub(super) input: Option<SequenceInput>,
-    /// The bounds of the blocks that the sample sees, for sparse decoding.
+    /// The key bounds of the blocks that the sample sees, for sparse decoding.
     pub(super) bounds: PageBounds,
     pub(super) sampler: Sampler,
     /// The logits that the tokens were chosen from, if the request keeps them.
@@ -119,7 +119,7 @@ impl Branch {
         }
     }
 
-    /// Marks all of the sample's tokens as not computed. Called when the sample's sequence has been freed.
+    /// Marks all of the sample's tokens as not computed. Must be called after the sample's sequence is freed.
     pub(super) fn forget(&mut self) {
         (self.computed, self.input, self.swapped) = (0, None, None);
         self.bounds = PageBounds::default();

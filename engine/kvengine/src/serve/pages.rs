@@ -50,7 +50,7 @@ impl SparseSample<'_> {
             factors.extend(std::iter::repeat_n(config.softmax_scale * segment.logit_scale, pages));
         }
         let total = factors.len();
-        // The last block is still growing.
+        // The last block is still growing, so its bounds are not kept.
         let known = total - 1;
         let bounds = self.bounds.layer(layer, config.num_layers());
         let latent = queries.latent.is_some();

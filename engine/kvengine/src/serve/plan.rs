@@ -214,7 +214,8 @@ impl Scheduler {
     }
 
     /// Makes room for a request that ran out of blocks, by preempting the last request in the order of
-    /// service. Returns false if the last request is the request itself, or if `error` is of another kind.
+    /// service. Returns true if another request was preempted. Otherwise, the request itself was preempted
+    /// or, if that cannot help, has failed with `error`.
     fn make_room(&mut self, runner: &mut Runner, rank: ServiceRank, error: Error) -> bool {
         let last = self.running.iter().map(LiveRequest::rank).rfind(|&rank| !self.plan.has_failed(rank));
         match last.filter(|_| error.is_out_of_blocks()) {

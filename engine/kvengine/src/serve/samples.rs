@@ -90,7 +90,7 @@ impl LiveRequest {
             return Ok(());
         };
         if self.prompt.is_missing() {
-            // The documents were computed in the same pass. Later passes use their stored segments.
+            // The documents were computed in the same pass. Later passes use the documents' stored segments.
             self.prompt.advance(runner, &self.request)?;
         }
         let it = &mut self.branches[branch];

@@ -136,7 +136,7 @@ impl Scheduler {
         tokens
     }
 
-    /// Passes the results of a pass, which computed `tokens` tokens, on to the pass's requests.
+    /// Delivers the results of a pass, which computed `tokens` tokens, to the pass's requests.
     fn take_results(&mut self, runner: &mut Runner, tokens: usize, pass: Forward) {
         let (mut row, mut counted) = (0, 0);
         let StepPlan { feeds, batch, failed, .. } = &mut self.plan;
@@ -166,8 +166,8 @@ impl Scheduler {
         self.logits = pass.logits.map(LogitRows::into_values).unwrap_or_default();
     }
 
-    /// Keeps only inputs in the RoPE regime of the request at index `first` in the pass. All other inputs
-    /// move to later passes.
+    /// Keeps in the pass only the inputs in the RoPE regime of the running request at index `first`. All
+    /// other inputs move to later passes.
     fn keep_regime(&mut self, runner: &Runner, first: usize) {
         let running = &self.running;
         let together = |feed: &Feed| {

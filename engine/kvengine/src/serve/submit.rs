@@ -38,7 +38,7 @@ impl Scheduler {
         let now = runner.setup.clock.millis();
         let mut sampler = Sampler::new(request.sampling).with_bias(request.logit_bias.clone());
         sampler.see(request.prompt.iter());
-        // The answer is appended without reallocation.
+        // Reserves room for the answer, so that appending it needs no reallocation.
         tokens.reserve_exact(request.max_new_tokens.min(runner.longest().saturating_sub(end) + 1));
         let quotable = match request.chunked() {
             Some(prompt) if request.lookup > 0 => {
@@ -64,8 +64,8 @@ impl Scheduler {
         Ok(answer)
     }
 
-    /// Checks that every pool is large enough for a sequence of `prompt` tokens, plus one token of its answer
-    /// unless that token is never fed.
+    /// Checks that every pool is large enough for a sequence of `prompt` tokens, plus one answer token if the
+    /// answer may have more than one token.
     fn check_room(&self, runner: &Runner, prompt: usize, answer: usize) -> Result<()> {
         let tokens = prompt + usize::from(answer > 1);
         for &(kind, ref cache) in runner.caches.sequences.groups() {

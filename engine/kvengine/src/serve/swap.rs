@@ -164,7 +164,7 @@ impl SwapSpace {
         }
         let (backend, stream) = (runner.setup.backend.as_ref(), runner.setup.stream.as_ref());
         let Some(host) = self.host(backend, stream, &runner.caches) else { return false };
-        // The costs may have been measured only just now.
+        // Compares the costs only now, because the call above may have measured them.
         let short = |(pool, &blocks): (&KvPool, &usize)| pool.blocks().counts().available() < blocks;
         if !self.prefers(&blocks, tokens_again(live)) || host.iter().zip(&blocks).any(short) {
             return false;
