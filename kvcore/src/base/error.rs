@@ -26,7 +26,7 @@ pub enum Error {
     /// A factor that must be positive is 0 or less.
     #[error("{what} must be larger than 0, not {value}")]
     NotPositive {
-        /// The quantity.
+        /// The factor that is not positive.
         what: &'static str,
         /// The given value.
         value: f64,
@@ -34,7 +34,7 @@ pub enum Error {
     /// A token's block was freed because the token left the sliding window.
     #[error("the block of token {token} was freed; the sequence keeps only tokens {first} and later")]
     TokenFreed {
-        /// The token.
+        /// The index of the token.
         token: usize,
         /// The index of the first token that still has a slot.
         first: usize,
@@ -256,7 +256,7 @@ pub enum Error {
     /// The backend has no device to run on, or the requested device is not available.
     #[error("no device for the {backend} backend: {reason}")]
     NoDevice {
-        /// The backend.
+        /// The name of the backend.
         backend: &'static str,
         /// The devices that were found, and a suggested fix.
         reason: String,
@@ -265,7 +265,7 @@ pub enum Error {
     /// are not affected.
     #[error("the {backend} backend lost its device: {reason}; open the device again and recompute")]
     DeviceLost {
-        /// The backend.
+        /// The name of the backend.
         backend: &'static str,
         /// The driver's message.
         reason: String,
@@ -273,7 +273,7 @@ pub enum Error {
     /// The device rejected a valid request.
     #[error("the {backend} backend's device rejected a call: {reason}")]
     Device {
-        /// The backend.
+        /// The name of the backend.
         backend: &'static str,
         /// The driver's message.
         reason: String,
@@ -282,9 +282,9 @@ pub enum Error {
     /// types and formats, and the missing features.
     #[error("{backend} does not support {what}")]
     Unsupported {
-        /// The backend.
+        /// The name of the backend.
         backend: &'static str,
-        /// The operation or combination.
+        /// The operation or combination that is not supported.
         what: String,
     },
     /// A captured graph has too little room, for example because a sequence has grown since the capture. The
@@ -307,7 +307,7 @@ pub enum Error {
     /// A view of 4-bit elements, or one of its elements, begins in the middle of a byte.
     #[error("{what} starts in the middle of the byte at {address:#x}; it must start at a whole byte")]
     InsideByte {
-        /// The view or element.
+        /// The view or element that starts inside a byte.
         what: &'static str,
         /// The address of the byte.
         address: u64,
@@ -315,9 +315,9 @@ pub enum Error {
     /// An address or an offset is not a multiple of the required alignment.
     #[error("{what} at {address:#x} is not aligned to {align} bytes")]
     Misaligned {
-        /// The pointer, view or range.
+        /// The pointer, view or range that is not aligned.
         what: &'static str,
-        /// The address or offset.
+        /// The misaligned address or offset.
         address: u64,
         /// The required alignment in bytes.
         align: usize,

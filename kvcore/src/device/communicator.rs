@@ -93,7 +93,7 @@ impl fmt::Display for Collective<'_> {
 pub struct CheckedCollective<'a>(Collective<'a>);
 
 impl<'a> CheckedCollective<'a> {
-    /// Returns the collective.
+    /// Returns the checked collective.
     pub fn collective(self) -> Collective<'a> {
         self.0
     }

@@ -78,7 +78,7 @@ impl RopeConfig {
         (0..d / 2).map(move |i| theta.powf((2 * i) as f32 / d as f32))
     }
 
-    /// Returns `d / (d − 2)`: multiplying theta by `s` to this power divides the lowest frequency by `s`.
+    /// Returns `p = d / (d − 2)`. Multiplying theta by `s^p` divides the lowest frequency by `s`.
     fn ntk_exponent(&self) -> f64 {
         self.rotary_dim as f64 / (self.rotary_dim as f64 - 2.0)
     }

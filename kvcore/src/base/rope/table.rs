@@ -1,4 +1,4 @@
-//! Tables of sines and cosines by position, computed on demand.
+//! Tables of the sines and cosines for each position, computed on demand.
 
 use std::sync::Arc;
 

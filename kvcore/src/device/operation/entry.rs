@@ -32,7 +32,7 @@ impl<'a> Storages<'a> {
 pub struct Checked<'a>(Operation<'a>);
 
 impl<'a> Checked<'a> {
-    /// Returns the operation.
+    /// Returns the checked operation.
     pub fn operation(self) -> Operation<'a> {
         self.0
     }

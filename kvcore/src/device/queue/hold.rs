@@ -17,7 +17,7 @@ const BATCH: usize = 64;
 pub enum Hold {
     /// Memory.
     Storage(Arc<dyn Storage>),
-    /// Any other object: the memory of a list, an event or a graph.
+    /// Any other object, for example an event, a graph or a list's memory.
     Other(Arc<dyn Any + Send + Sync>),
 }
 

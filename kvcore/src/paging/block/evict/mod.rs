@@ -153,7 +153,7 @@ fn word(key: &BlockKey) -> u64 {
     key.word().max(1)
 }
 
-/// A built-in policy, as named in configurations.
+/// A built-in policy, which configurations can name.
 ///
 /// ```
 /// use kvcore::{BlockPool, PolicyKind, PoolConfig};

@@ -64,7 +64,7 @@ impl EvictionPolicy for TinyLfu {
         let key = entry.key.map_or(NO_KEY, word);
         let known = key != NO_KEY && self.keys[i] == key;
         if known && self.left[i] != WINDOW {
-            // The block was hit since it was cached, so it moves up from probation.
+            // The block has been hit since it was cached, so it moves up from probation.
             self.lists.push(PROTECTED, block);
             self.overflow(PROTECTED, self.protected);
             return;
