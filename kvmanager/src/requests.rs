@@ -127,7 +127,7 @@ impl StorageManager {
 
     /// Returns the number of blocks that can be reserved: free and evictable blocks.
     pub fn available_count(&self) -> usize {
-        let _requests = self.requests.lock(); // no reservation is in progress
+        let _requests = self.requests.lock(); // no reservation can be in progress while this thread holds the lock
         self.pool.counts().available()
     }
 

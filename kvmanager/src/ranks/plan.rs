@@ -46,8 +46,8 @@ impl PrefillPlan {
         Ok(Self { stages, chunks })
     }
 
-    /// Creates a plan in which layers are divided like in [`RankInfo::layers`], and chunks have `chunk_len`
-    /// tokens. The last chunk may be shorter.
+    /// Creates a plan in which the stages divide the layers as in [`RankInfo::layers`], and every chunk
+    /// except the last has `chunk_len` tokens. The last chunk may be shorter.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Uneven`] if there are fewer layers than stages, and [`kvcore::Error::Zero`]
