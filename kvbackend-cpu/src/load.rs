@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 const BETWEEN: Duration = Duration::from_millis(1);
 
 thread_local! {
-    /// The time of this thread's last query, and the count that it returned.
+    /// The time of this thread's last count of preemptions, and the count.
     static ASKED: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
 }
 
-/// Returns the number of times that this thread was preempted since the last query, or 0 if that query was
-/// too recent.
+/// Returns the number of times that this thread was preempted since its preemptions were last counted, or 0
+/// if that was less than [`BETWEEN`] ago.
 pub(crate) fn preemptions(now: Instant) -> u64 {
     match ASKED.get() {
         Some((asked, _)) if now.saturating_duration_since(asked) < BETWEEN => 0,
@@ -145,7 +145,7 @@ mod tests {
     fn a_thread_counts_its_losses_since_its_last_query_and_may_ignore_some() {
         let (now, later) = (Instant::now(), |times: u32| Instant::now() + times * BETWEEN);
         assert_eq!(preemptions(now), 0, "the first call only remembers");
-        // Pretend that there have been five preemptions since the last query.
+        // Pretend that there have been five preemptions since they were last counted.
         ASKED.set(Some((now, count().wrapping_sub(5))));
         assert_eq!(preemptions(now), 0, "a moment ago");
         if count() >= 5 {

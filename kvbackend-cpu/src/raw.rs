@@ -114,7 +114,7 @@ impl<'a> Origin<'a> {
         self.start.wrapping_add(place((self.first, self.len), offset, len))
     }
 
-    /// Returns the `len` bytes that begin at `offset`, renumbered to begin at offset 0.
+    /// Returns the `len` bytes that begin at `offset`. In the result, their offsets begin at 0.
     ///
     /// # Panics
     /// Panics if `offset..offset + len` is out of bounds.

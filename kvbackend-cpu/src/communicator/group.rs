@@ -26,7 +26,8 @@ pub(super) struct ThreadGroup {
     ranks: usize,
     limit: Duration,
     state: Mutex<GroupState>,
-    /// Notified when a rank contributes to a collective call, posts or receives a message, leaves, or fails.
+    /// A condition variable that is notified when a rank contributes to a collective call, posts or receives
+    /// a message, leaves, or fails.
     changed: Condvar,
 }
 

@@ -129,7 +129,7 @@ impl MatrixRows {
             let rows = self.rows.saturating_sub(first).min(S::LANES);
             let mut i = 0;
             // SAFETY: rows `first..first + rows` have elements `i..i + LANES` where a vector is loaded, and
-            // element `i` where a single one is; the panel has `depth` times `width` elements.
+            // element `i` where a single element is loaded; the panel has `depth` times `width` elements.
             unsafe {
                 let at = |row: usize, i: usize| self.elements.add((first + row) * self.stride + i);
                 while i + S::LANES <= depth {

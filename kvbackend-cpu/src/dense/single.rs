@@ -146,8 +146,8 @@ unsafe fn floats<S: Simd, E: SimdElement>(x: &[f32], w: *const E, count: usize, 
     let x = x.as_ptr();
     for c in 0..count {
         // SAFETY: `i + 4 * LANES <= width` where four vectors are loaded, `i + LANES <= width` where one
-        // vector is, and `i < width` where one element is, both in `x` and in row `c < count`; `y` has
-        // `count` elements by contract.
+        // vector is loaded, and `i < width` where a single element is loaded, both in `x` and in row `c <
+        // count`; `y` has `count` elements by contract.
         unsafe {
             let w = w.add(c * width);
             let mut four = [S::splat(0.0); 4];

@@ -139,8 +139,9 @@ impl ProductTile {
     #[inline(always)]
     unsafe fn products<S: Simd, const R: usize, const C: usize>(self) {
         let Self { x, w, input, w_stride, depth, y, stride, add, ahead } = self;
-        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is, in `R`
-        // rows of `x` and `C` rows of `w`; `y` is valid for `C` products in each of `R` rows by contract.
+        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where a single element is
+        // loaded, in `R` rows of `x` and `C` rows of `w`; `y` is valid for `C` products in each of `R` rows
+        // by contract.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             let mut i = 0;
@@ -188,8 +189,8 @@ impl ProductTile {
     #[inline(always)]
     unsafe fn one<S: Simd>(self) {
         let Self { x, w, depth, y, add, .. } = self;
-        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is; `y` is
-        // valid for one product by contract.
+        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where a single element is
+        // loaded; `y` is valid for one product by contract.
         unsafe {
             let mut sum = S::splat(0.0);
             let mut i = 0;

@@ -164,8 +164,8 @@ unsafe fn scale_at(scales: *const u8, g: usize) -> f32 {
 #[inline(always)]
 unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
     let mut i = 0;
-    // SAFETY: `i + LANES <= n` where a vector is accessed and `i < n` where one element is, and the caller
-    // guarantees `n` elements at `codes` and at `to`.
+    // SAFETY: `i + LANES <= n` where a vector is accessed and `i < n` where a single element is accessed, and
+    // the caller guarantees `n` elements at `codes` and at `to`.
     unsafe {
         while i + S::LANES <= n {
             S::store(to.add(i), S::mul(S::load_i8(codes.add(i)), S::splat(step)));

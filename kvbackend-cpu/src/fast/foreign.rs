@@ -374,7 +374,8 @@ unsafe fn columns<S: Simd, E: SimdElement>(
     let whole = elements.end - elements.len() % S::LANES;
     let first = elements.start;
     // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= elements.end` where vectors are accessed, and `t <
-    // rows.len()` and `i < elements.end` where one element is. By contract, both sides have these elements.
+    // rows.len()` and `i < elements.end` where a single element is accessed. By contract, both sides have
+    // these elements.
     unsafe {
         for i in (first..whole).step_by(S::LANES) {
             for t in (0..whole_rows).step_by(S::LANES) {
@@ -411,7 +412,8 @@ unsafe fn columns<S: Simd, E: SimdElement>(
 unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, rows: &[*mut E], dim: usize) {
     let (whole_rows, whole) = (rows.len() - rows.len() % S::LANES, dim - dim % S::LANES);
     // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= dim` where vectors are accessed, and `t <
-    // rows.len()` and `i < dim` where one element is. By contract, both sides have these elements.
+    // rows.len()` and `i < dim` where a single element is accessed. By contract, both sides have these
+    // elements.
     unsafe {
         for i in (0..whole).step_by(S::LANES) {
             for t in (0..whole_rows).step_by(S::LANES) {

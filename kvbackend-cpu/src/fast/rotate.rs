@@ -66,7 +66,7 @@ pub(super) struct RotateRows<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Destination<'a>,
     pub(super) heads: usize,
-    /// Distance in bytes between the rows of consecutive heads, in source and destination.
+    /// Distance in bytes between the rows of consecutive heads, in the source and in the destination.
     pub(super) head_strides: (usize, usize),
     /// Number of elements per row.
     pub(super) dim: usize,
@@ -118,10 +118,10 @@ unsafe fn each<S: Simd, E: SimdElement, I: Iterator<Item = (usize, usize, i64)>>
         for head in 0..task.heads {
             let (a, b) = (a + head * task.head_strides.0, b + head * task.head_strides.1);
             let (from, to) = (task.from.at(a, bytes).cast::<E>(), task.to.at(b, bytes));
-            // SAFETY: `at` checked that `bytes` bytes are in bounds on both sides. With `stream`, `bytes` is
-            // a multiple of 64 and at most the 1024 bytes of `buffer`, and `is_line` found the destination
-            // aligned. The caller guarantees that source and destination are equal or do not overlap, and
-            // that the rotary dimension is at most `dim`.
+            // SAFETY: `at` checked that `bytes` bytes are in bounds on both sides. If `stream` is true,
+            // `bytes` is a multiple of 64 and at most the 1024 bytes of `buffer`, and `is_line` found the
+            // destination aligned. The caller guarantees that source and destination are equal or do not
+            // overlap, and that the rotary dimension is at most `dim`.
             unsafe {
                 // Rows are usually contiguous, so the bytes ahead are the next rows.
                 let mut ahead = 0;
@@ -213,7 +213,7 @@ unsafe fn half_split<S: Simd, E: SimdElement, const PLAIN: bool>(
     let half = angle.cos.len();
     let mut i = 0;
     // SAFETY: with `half = angle.cos.len()`, `i + LANES <= half` where a vector is accessed and `i < half`
-    // where one pair is; the caller guarantees `2 * half` elements at `from` and at `to`.
+    // where a single pair is accessed; the caller guarantees `2 * half` elements at `from` and at `to`.
     unsafe {
         while i + 2 * S::LANES <= half {
             let (x0, y0) = rotated_pairs::<S, E, PLAIN>(from, i, angle, factor);
@@ -255,8 +255,8 @@ unsafe fn interleaved<S: Simd, E: SimdElement>(from: *const E, to: *mut E, angle
     let half = angle.cos.len();
     let (cos, sin) = (angle.cos.as_ptr(), angle.sin.as_ptr());
     let (step, mut i) = (S::LANES / 2, 0);
-    // SAFETY: with `half = angle.cos.len()`, `i + LANES / 2 <= half` where a vector is accessed, and
-    // `i < half` where one pair is; the caller guarantees `2 * half` elements at `from` and at `to`.
+    // SAFETY: with `half = angle.cos.len()`, `i + LANES / 2 <= half` where a vector is accessed, and `i <
+    // half` where a single pair is accessed; the caller guarantees `2 * half` elements at `from` and at `to`.
     // `ALTERNATING` is as long as the longest vector.
     unsafe {
         let (sign, scale) = (S::mul(S::splat(angle.sign), S::load(ALTERNATING.as_ptr())), S::splat(factor));

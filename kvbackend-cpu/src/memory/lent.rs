@@ -82,7 +82,7 @@ impl<'a> LentBytes<'a> {
                 let bytes: &[u8] = unsafe { &*place.cast::<G>() };
                 std::ptr::from_ref(bytes)
             },
-            // SAFETY: `Drop` passes the place, which holds a `G`, and calls this once.
+            // SAFETY: `Drop` passes the place, which holds a `G`, and calls this closure only once.
             drop: |place| unsafe { place.cast::<G>().drop_in_place() },
             life: PhantomData,
         }

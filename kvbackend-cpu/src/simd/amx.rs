@@ -43,8 +43,8 @@ pub(crate) fn is_available() -> bool {
 fn permitted() -> bool {
     const REQUEST: libc::c_long = 0x1023;
     const TILE_DATA: libc::c_long = 18;
-    // SAFETY: this call takes two integers, reads and writes no memory of the process, and changes only its
-    // permissions.
+    // SAFETY: this call takes two integers, accesses no memory of the process, and changes only what the
+    // process is permitted to do.
     unsafe { libc::syscall(libc::SYS_arch_prctl, REQUEST, TILE_DATA) == 0 }
 }
 

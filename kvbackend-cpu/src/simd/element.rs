@@ -110,8 +110,8 @@ pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8
 #[inline(always)]
 unsafe fn convert<S: Simd, A: SimdElement, B: SimdElement>(from: *const A, to: *mut B, n: usize) {
     let mut i = 0;
-    // SAFETY: `i + 2 * LANES <= n` where two vectors are accessed and `i < n` where one element is, and the
-    // caller guarantees `n` elements at `from` and at `to`.
+    // SAFETY: `i + 2 * LANES <= n` where two vectors are accessed and `i < n` where a single element is
+    // accessed, and the caller guarantees `n` elements at `from` and at `to`.
     unsafe {
         while i + 2 * S::LANES <= n {
             let (a, b) = (A::load::<S>(from.add(i)), A::load::<S>(from.add(i + S::LANES)));

@@ -130,8 +130,8 @@ impl AvailableLevel {
             // contract.
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 | SimdLevel::Amx => unsafe { with_avx512(task) },
-            // SAFETY: as for `Portable`, which needs no extra instructions; `new` and `best` never return
-            // these levels here.
+            // SAFETY: as for `Portable`, which needs no extra instructions. On this architecture, `new` and
+            // `best` never return these levels.
             #[cfg(not(target_arch = "x86_64"))]
             SimdLevel::Avx2 | SimdLevel::Avx512 | SimdLevel::Amx => unsafe { Portable::call(task) },
         }

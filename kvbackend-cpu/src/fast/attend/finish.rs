@@ -75,8 +75,8 @@ impl SimdTask for Finish<'_> {
 /// compiled for `S`.
 #[inline(always)]
 unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
-    // SAFETY: `i + LANES <= v_dim + 2` where a vector is accessed and `i < v_dim + 2` where one element is;
-    // `into` and `from` have `v_dim + 2` elements by contract.
+    // SAFETY: `i + LANES <= v_dim + 2` where a vector is accessed and `i < v_dim + 2` where a single element
+    // is accessed; `into` and `from` have `v_dim + 2` elements by contract.
     unsafe {
         let (a, b) = (*into, *from);
         if *from.add(1) == 0.0 {
@@ -107,8 +107,8 @@ unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
 #[inline(always)]
 unsafe fn scale<S: Simd>(values: *mut f32, n: usize, by: f32) {
     let mut i = 0;
-    // SAFETY: `i + LANES <= n` where a vector is accessed and `i < n` where one element is; `values` has `n`
-    // elements by contract.
+    // SAFETY: `i + LANES <= n` where a vector is accessed and `i < n` where a single element is accessed;
+    // `values` has `n` elements by contract.
     unsafe {
         while i + S::LANES <= n {
             S::store(values.add(i), S::mul(S::load(values.add(i)), S::splat(by)));

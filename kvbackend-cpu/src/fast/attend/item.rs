@@ -282,8 +282,9 @@ impl ItemContext<'_> {
             let first = i * item.rows.len() * inputs.units.size;
             let group = tile.segment.merge_group * buffers.layout.count;
             // SAFETY: `buffers` has queries and states of all the item's units, where the ones of unit `i`
-            // start at `first`, and room for a tile of rows and columns. Rows in place are in bounds, as
-            // `SourcePlane::rows` checked, and have the element type given by `form` and `dense`.
+            // start at `first`, and room for a tile of rows and columns. Rows that are read inside the cache
+            // are in bounds, as `SourcePlane::rows` checked, and have the element type given by `form` and
+            // `dense`.
             unsafe {
                 let mut attention = TileAttention {
                     op: inputs.op,

@@ -290,7 +290,7 @@ impl<const Q: usize, const N: usize> SimdTask for MassBlock<'_, Q, N> {
         let row = products.as_mut_ptr();
         // SAFETY: `Q <= QUERIES`, so `products` has `STRIDE` elements for each query. `first + Q` is at most
         // the number of queries by contract. A range of `seen` ends inside the tile, and a vector that starts
-        // inside it ends before `TILE + LANES <= STRIDE`, in `products` as in `sums`.
+        // inside it ends before `TILE + LANES <= STRIDE`, both in `products` and in `sums`.
         unsafe {
             let queries = (q.add(first * dims.0), latents.map(|all| all.add(first * dims.1)));
             packed_products::<S, Q, N>(queries, dims, of.columns, row);

@@ -90,7 +90,8 @@ impl MatrixForm {
         })
     }
 
-    /// Returns the size of a group's queries in bytes, for keys and for values.
+    /// Returns the size, in bytes, of a group's queries for the product with keys, and of its queries for the
+    /// product with values.
     fn queries_bytes(&self) -> [usize; 2] {
         let tiles = |dim: usize| dim / PAIRS * self.parts * amx::TILE_BYTES;
         [tiles(self.k_dim), if self.latent { tiles(self.v_dim) } else { 0 }]

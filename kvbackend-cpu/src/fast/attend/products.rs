@@ -182,8 +182,9 @@ pub(super) unsafe fn accumulate<S: Simd, E: RowElement, const Q: usize, const N:
 ) {
     let mut i = 0;
     let lines = ahead.lines(rows.len() * (dim / (N * S::LANES)));
-    // SAFETY: `i` plus the width of a strip is at most `dim` where vectors are accessed, `i < dim` where one
-    // element is, and `t < rows.len()`; by contract, rows, `weights` and `out` have these elements.
+    // SAFETY: `i` plus the width of a strip is at most `dim` where vectors are accessed, `i < dim` where a
+    // single element is accessed, and `t < rows.len()`; by contract, rows, `weights` and `out` have these
+    // elements.
     unsafe {
         while i + N * S::LANES <= dim {
             strip::<S, E, Q, N>(weights, stride, rows, i, (out, out_stride), shrink, (&mut ahead, lines));

@@ -72,7 +72,8 @@ impl SimdTask for ReadScales<'_> {
             let rows = RowPointers { at: rows, offset: head * head_bytes, ..RowPointers::default() };
             let to = to.of(head).row(0).cast_mut();
             // SAFETY: `addresses` checked that the scales of all heads of each row are in bounds. By
-            // contract, `to` has room for a tile of them, and after the last head for a tile of f16.
+            // contract, `to` has room for a tile of scales per head, and after the last head for a tile of
+            // f16 scales.
             unsafe {
                 if let KvFormat::Fp8 { kind, .. } = source.format {
                     let unit = if kind == Fp8Kind::E4M3 { E4M3_UNIT } else { 1.0 };

@@ -98,8 +98,8 @@ impl SimdTask for OnlineSoftmax {
 /// `row` must have `n` initialised elements, and the caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn scaled<S: Simd>(row: *mut f32, n: usize, scaling: LogitScaling) -> f32 {
-    // SAFETY: `t + LANES <= n` where a vector is accessed and `t < n` where one element is; `row` has `n`
-    // elements by contract.
+    // SAFETY: `t + LANES <= n` where a vector is accessed and `t < n` where a single element is accessed;
+    // `row` has `n` elements by contract.
     unsafe {
         if let Some(cap) = scaling.softcap {
             let mut largest = f32::NEG_INFINITY;

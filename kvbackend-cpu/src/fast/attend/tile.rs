@@ -241,8 +241,8 @@ impl CallInputs<'_> {
         (k_head, v_head): (usize, usize),
         buffers: &TileBuffers<'_>,
     ) {
-        // SAFETY: the caller guarantees the conditions of both functions. Columns of values need the values
-        // as rows, which `pack_columns` then writes itself.
+        // SAFETY: the caller guarantees the conditions of both functions. In latent attention, `pack_columns`
+        // itself first writes the values as rows.
         unsafe {
             if self.latent.is_none() {
                 self.widen_values::<S>(tile, v_head, buffers);
@@ -266,9 +266,9 @@ impl CallInputs<'_> {
     ) {
         let (n, dim) = (tile.len(), self.keys.dim);
         let to = buffers.columns[0].cast_mut().cast::<f32>();
-        // SAFETY: by contract `to` begins `keys.dim` adjacent columns of `TILE` elements, followed by
-        // `values.dim` more with latents. The rows have been written by `widen_values` and `widen_keys`, or
-        // are inside the cache, as `SourcePlane::rows` checked.
+        // SAFETY: by contract, `to` points to `keys.dim` adjacent columns of `TILE` elements, followed in
+        // latent attention by `values.dim` more columns. The rows have been written by `widen_values` and
+        // `widen_keys`, or are inside the cache, as `SourcePlane::rows` checked.
         unsafe {
             if self.latent.is_some() {
                 self.widen_values::<S>(tile, v_head, buffers);

@@ -9,7 +9,7 @@ use std::arch::x86_64::{
 use super::{AmxTiles, PARTS, ROW};
 use crate::simd::avx512::upper_halves;
 
-/// Number of result tiles per call: row tile 0 with both column tiles, then row tile 1.
+/// Number of result tiles per call. The two results of row tile 0 precede the two of row tile 1.
 pub(crate) const SQUARES: usize = 4;
 
 /// Adds the four products of the loaded tiles to the sums.
