@@ -28,8 +28,8 @@ pub(crate) struct Npu {
     pub(crate) peers: Mutex<HashSet<i32>>,
 }
 
-// SAFETY: contexts and streams may be used from any thread on which the context is current. `bind` makes it
-// current.
+// SAFETY: contexts and streams may be used from any thread on which the context is current, and `bind` makes
+// the context current.
 unsafe impl Send for Npu {}
 // SAFETY: the same condition as for `Send`; ACL locks the state that calls share.
 unsafe impl Sync for Npu {}

@@ -18,7 +18,7 @@ use crate::queue::Work;
 /// rows.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneMatrix {
-    /// `[rows, unit]`.
+    /// The matrix, `[rows, unit]`.
     matrix: Tensor,
     pub(super) geometry: RowGeometry,
     /// The codes' scales, as rows with one value per group.

@@ -14,21 +14,22 @@ const FAR: i64 = 2_147_483_647;
 
 /// The operands of paged attention with one row per sequence.
 pub(crate) struct PagedAttention<'a> {
-    /// `[sequences, heads, 1, dim]`, dense.
+    /// The queries: a dense tensor `[sequences, heads, 1, dim]`.
     pub(crate) q: &'a Tensor,
-    /// `[blocks, block_size, kv_heads · dim]` or `[blocks, kv_heads, block_size, dim]`, dense.
+    /// The keys: a dense tensor `[blocks, block_size, kv_heads · dim]` or `[blocks, kv_heads, block_size,
+    /// dim]`.
     pub(crate) k: &'a Tensor,
     pub(crate) v: &'a Tensor,
-    /// `[sequences, n]`: the blocks of each sequence. Entries past a sequence's last block are ignored.
+    /// The blocks of each sequence, `[sequences, n]`. Entries past a sequence's last block are ignored.
     pub(crate) table: &'a Tensor,
     /// Number of tokens per sequence.
     pub(crate) lengths: &'a [i64],
     pub(crate) kv_heads: usize,
     pub(crate) block_size: usize,
     pub(crate) scale: f32,
-    /// `[sequences, heads, 1, dim]`, dense.
+    /// The output: a dense tensor `[sequences, heads, 1, dim]`.
     pub(crate) out: &'a Tensor,
-    /// `[sequences, heads, 1, 1]` in f32, or `[1]` if the log-sum-exp is not needed.
+    /// The log-sum-exps, `[sequences, heads, 1, 1]` in f32, or any tensor `[1]` if they are not needed.
     pub(crate) lse: &'a Tensor,
 }
 

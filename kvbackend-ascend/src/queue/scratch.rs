@@ -83,8 +83,8 @@ impl WorkScratch {
         ScratchMark { memory: self.memory.as_ref().map(|memory| memory.address()), used: self.used }
     }
 
-    /// Frees the pieces taken since a mark, so that later operators can use them. Does nothing if the block
-    /// has been replaced since then.
+    /// Frees the pieces taken since `mark` was created, so that later operators can use their memory. Does
+    /// nothing if the block has been replaced since then.
     pub(super) fn free_since(&mut self, mark: ScratchMark) {
         if self.mark().memory == mark.memory {
             self.used = mark.used;

@@ -22,7 +22,7 @@ pub(super) struct RunKv {
 pub(super) struct Entries<'a> {
     pub(super) operands: &'a AttentionOperands<'a>,
     pub(super) plan: &'a AttentionPlan,
-    /// `None` if queries and keys are not rotated.
+    /// The angles of the rotations, or `None` if queries and keys are not rotated.
     pub(super) angles: Option<&'a PlanAngles>,
 }
 
