@@ -25,7 +25,7 @@ pub(super) enum BlockStage {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Meta {
-    /// The block's key, valid only in stage `Registered`. The counts below are 0 in all stages before
+    /// The block's key, valid only in stage `Registered`. `holders` and `pins` are 0 in all stages before
     /// `Shared`.
     pub(super) key: BlockKey,
     pub(super) holders: u32,
@@ -34,7 +34,7 @@ pub(super) struct Meta {
 
 const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins: 0 };
 
-/// A block's times, stored only by pools that need the time.
+/// A block's release time and retention. Only pools with a clock store these values.
 #[derive(Debug, Clone, Copy)]
 struct BlockTimes {
     released: u64,

@@ -53,7 +53,7 @@ pub(super) struct ReservedMemory {
     /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
     /// Locked while granules are mapped or released, so that no other call changes the number of resident
-    /// bytes between a call's two readings.
+    /// bytes between a call's two readings of it.
     mapping: Mutex<()>,
 }
 
