@@ -40,8 +40,8 @@ pub(super) struct HeldPiece {
 
 impl Drop for HeldPiece {
     fn drop(&mut self) {
-        // The blocks are dropped first: once the cache knows about the drop, it may evict the piece and take
-        // the blocks back.
+        // The blocks are dropped first, because after `release` the cache may evict the piece and take the
+        // blocks back.
         drop(self.blocks.take());
         self.cache.release(self.slot, self.generation);
     }

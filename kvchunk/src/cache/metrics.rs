@@ -127,7 +127,8 @@ impl ChunkCacheMetrics {
         mean_ms(&self.wakes)
     }
 
-    /// Returns the average time to place a piece in milliseconds, or 0 if none has been placed.
+    /// Returns the average time to place a piece at a position, in milliseconds, or 0 if none has been
+    /// placed.
     pub fn avg_reindex_time_ms(&self) -> f64 {
         mean_ms(&self.reindexes)
     }

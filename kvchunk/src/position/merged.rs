@@ -25,9 +25,9 @@ use crate::error::Result;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[doc(alias = "MergedKVCache")]
 pub struct MergedRun {
-    /// The slot of every token.
+    /// The slot of each token.
     pub slot_mapping: SlotMapping,
-    /// The position at which every token is used.
+    /// The position at which each token is used.
     pub positions: Vec<i64>,
     /// The blocks of the parts, one part after another. They need not be contiguous.
     pub block_ids: Vec<BlockId>,

@@ -100,7 +100,7 @@ impl PlacedPiece {
         self.new_position_start - self.original.cached_position_start()
     }
 
-    /// Returns the slot of every token. The slots do not depend on where the piece is used.
+    /// Returns the slot of each token. The slots do not depend on where the piece is used.
     pub fn slot_mapping(&self) -> Result<SlotMapping> {
         let chunk = &self.original;
         Ok(SlotMapping::in_blocks(chunk.block_ids(), chunk.block_size(), 0..chunk.num_tokens())?)
