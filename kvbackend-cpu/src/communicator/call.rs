@@ -18,7 +18,7 @@ impl Payload {
 }
 
 /// A rank's call. All ranks of the group must make the same broadcast, all-gather or all-reduce, with equal
-/// fields. An exchange concerns only the ranks that it names.
+/// fields. An exchange involves only the ranks that send or receive its messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CollectiveCall {
     Broadcast {

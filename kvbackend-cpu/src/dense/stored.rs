@@ -478,7 +478,7 @@ format! {
             let factor = S::mul(d, S::splat(scale - 32.0));
             let (of, mut sum) = (BlockFactors { at: 16 * group, factor, minimum: None }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
-                // An element whose third bit is 0 is smaller by four.
+                // If the third bit of an element is 0, four is subtracted from the element.
                 let two = S::sub(S::load_bits(low.add(i), 2 * run, 3), S::splat(4.0));
                 let third = S::load_bits(high.add(i), 4 * half + run, 1);
                 sum = sink.take(of, i, S::mul_add(third, S::splat(4.0), two), sum);
@@ -497,7 +497,7 @@ unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     let word = |at: usize| u32::from_le(pod_read_unaligned(&block[at..at + 4]));
     let (first, last) = ([word(4), word(8)], word(12));
     // The first four scales and minima are the low six bits of a byte each. Each of the last four has its low
-    // four bits in half a byte; its upper two bits are the top bits of one of the first four's bytes.
+    // four bits in half a byte, and its upper two bits above one of the first four.
     let top = first.map(|word| ((word >> 6) & 0x0303_0303) << 4);
     let last = [(last & 0x0f0f_0f0f) | top[0], ((last >> 4) & 0x0f0f_0f0f) | top[1]];
     let eight = |i: usize| u64::from(first[i] & 0x3f3f_3f3f) | (u64::from(last[i]) << 32);

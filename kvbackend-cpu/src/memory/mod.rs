@@ -71,8 +71,7 @@ enum MemoryOwner {
     Lender(Arc<dyn LentMemory>),
 }
 
-// SAFETY: `OwnedMemory` owns its bytes, or keeps the owner alive, which is `Send`; no field is tied to a
-// thread.
+// SAFETY: `OwnedMemory` owns its bytes, or holds their owner, which is `Send`; no field is tied to a thread.
 unsafe impl Send for OwnedMemory {}
 // SAFETY: `&OwnedMemory` gives no access to the bytes; code that dereferences `ptr` excludes races. The owner
 // is `Sync`.

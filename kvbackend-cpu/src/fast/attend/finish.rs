@@ -47,7 +47,7 @@ impl SimdTask for Finish<'_> {
                 for part in 1..parts {
                     merge::<S>(first, first.add(part * part_stride), layout.v_dim);
                 }
-                // After this, the group's state is equivalent to a single token whose logit is this
+                // After the next lines, the group's state is equivalent to a single token whose logit is this
                 // log-sum-exp and whose value is the group's mean value.
                 let (max, sum) = (*first, *first.add(1));
                 if sum != 0.0 {
