@@ -11,7 +11,7 @@ use super::state::AclStream;
 use crate::bindings::types as sys;
 use crate::device::Npu;
 
-/// The maximum number of replays that may be enqueued but not done. At this limit, the host waits for the
+/// The maximum number of replays that may be enqueued but not yet done. At this limit, the host waits for the
 /// oldest replay before it enqueues another one.
 const AHEAD: usize = 8;
 

@@ -28,7 +28,7 @@ impl PackedLists {
     }
 }
 
-/// An attention's entries, valid for all layers whose pools have the same geometry.
+/// The entries of an attention operation, valid for all layers whose pools have the same geometry.
 #[derive(Debug)]
 pub(crate) struct AttentionPlan {
     pub(super) entries: Vec<PlannedEntry>,

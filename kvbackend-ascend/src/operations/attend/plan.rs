@@ -1,5 +1,5 @@
-//! An attention's plan: for each entry, the tokens of each merge group, the slots that store them, the
-//! rotation of their keys, and the rows that see them.
+//! The plan of an attention operation: for each entry, the tokens of each merge group, the slots that store
+//! them, the rotation of their keys, and the rows that see them.
 
 use std::collections::HashMap;
 use std::ops::Range;

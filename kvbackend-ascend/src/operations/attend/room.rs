@@ -1,5 +1,5 @@
-//! The lists for rows that are computed side by side. Every row has room for the same number of tokens. An
-//! unused place repeats a token that the row sees, masked with −∞.
+//! The lists for rows that are computed side by side. Every row has room for the same number of tokens. Room
+//! that a row does not use is filled with copies of one token, whose logits are masked with −∞.
 
 use std::sync::Arc;
 
