@@ -41,8 +41,8 @@ enum WeightSource {
 
 impl Weights {
     /// Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. Calls `progress`
-    /// with the bytes read so far and the total. The files must not change while the model is in use
-    /// ([`SharedBytes::map`]).
+    /// with the number of bytes read so far and the total number. The files must not change while the model
+    /// is in use ([`SharedBytes::map`]).
     ///
     /// # Errors
     /// - Returns [`Error::Io`], with the path, if a file cannot be read.

@@ -83,7 +83,7 @@ fn check_kind(fields: &Value) -> Result<()> {
 
 /// Returns the factor by which DeepSeek's YaRN multiplies the softmax scale: the square of the scale from its
 /// `mscale_all_dim`. The attention factor on cos and sin affects only the rotated part of a key, while this
-/// factor affects all of it.
+/// factor affects the whole key.
 pub(super) fn softmax_factor(json: &Value) -> f64 {
     let parameters = of_all_layers(json).unwrap_or(&Value::Null);
     let parameters = Parameters { json, of_layer: parameters };

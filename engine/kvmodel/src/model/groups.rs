@@ -15,12 +15,12 @@ pub struct LayerGroup {
     pub layers: Vec<usize>,
 }
 
-/// The place of a layer's keys and values on a device.
+/// The arena that stores a layer's keys and values, and the layer's index in this arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LayerPlace {
     /// The index of the group and of its arena.
     pub(super) group: usize,
-    /// The index of the layer in this arena.
+    /// The index of the layer in the arena.
     pub(super) layer: usize,
 }
 
@@ -66,7 +66,8 @@ impl Model {
         Err(kvcore::Error::mismatch("arenas, one for each group of layers", expected, got).into())
     }
 
-    /// Returns the place of a layer on a device that [`check_arenas`](Self::check_arenas) has accepted.
+    /// Returns the arena and the index of a layer. [`check_arenas`](Self::check_arenas) must have accepted
+    /// the device.
     pub(super) fn place(&self, device: &ComputeDevice, index: usize) -> LayerPlace {
         let of = |(group, of): (usize, &LayerGroup)| {
             of.layers.binary_search(&index).ok().map(|layer| LayerPlace { group, layer })

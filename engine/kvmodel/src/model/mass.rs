@@ -66,7 +66,7 @@ pub(super) struct Observation<'a> {
     masses: Vec<&'a mut AttentionMass>,
     /// The log-sum-exp for each of the pass's rows and query heads, on the device.
     lse: TensorView,
-    /// For each group of layers, the attention work of only the observed rows, as a single softmax; `None`
+    /// For each group of layers, the attention work of only the observed rows, all in one softmax; `None`
     /// until it is first needed.
     alone: Vec<Option<Arc<AttendWork>>>,
 }
@@ -97,8 +97,8 @@ impl<'a> Observation<'a> {
         self.masses.iter().all(|mass| work.batch()[mass.sequence].segments.iter().all(plain))
     }
 
-    /// Returns the part of `work`, the attention work of the layers in `group`, that belongs to the
-    /// observed rows. All their segments share one softmax.
+    /// Returns the part of `work`, the attention work of the layers in `group`, that belongs to the observed
+    /// rows. In the result, all segments share one softmax.
     pub(super) fn alone(&mut self, group: usize, work: &AttendWork) -> Arc<AttendWork> {
         let masses = &self.masses;
         let make = || {

@@ -24,7 +24,8 @@ pub(super) fn as_scopes(source: &str) -> String {
         let word = word(tag);
         match word {
             "endraw" => raw = false,
-            // Inside a raw block, only `endraw` is a tag. The two characters are copied as text.
+            // Inside a raw block, only `endraw` is a tag. The first two characters of any other tag are
+            // copied as text.
             _ if raw && tag.len() > 2 => {
                 out.push_str(&tag[..2]);
                 rest = &rest[start + 2..];
@@ -45,7 +46,7 @@ pub(super) fn as_scopes(source: &str) -> String {
 }
 
 /// Returns the length of the tag or expression at the start of `text`. A closing mark inside quotes does not
-/// close it.
+/// end the tag.
 fn expression(text: &str, close: &str) -> usize {
     let mut quote = None;
     let mut chars = text.char_indices().skip(2);

@@ -154,7 +154,7 @@ impl TemplateSource {
     }
 }
 
-/// Calls a method that the template engine lacks on a value, as Python would.
+/// Calls a method on a value as Python would, for methods that the template engine lacks.
 fn method(
     state: &mut minijinja::State,
     value: &Variable,

@@ -11,8 +11,8 @@ use kvcore::{DType, Dims, MemoryKind, TensorView};
 use super::failed;
 use crate::error::Result;
 
-/// A tensor whose memory is lent as a storage. candle's lock on the tensor is held while an operation reads
-/// it.
+/// A tensor whose memory is lent as a [`Storage`]. candle's lock on the tensor is held while an operation
+/// reads the memory.
 struct Lender(Tensor);
 
 struct Guard<'a>(StorageRef<'a>);
