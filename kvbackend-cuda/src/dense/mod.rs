@@ -48,7 +48,7 @@ impl fmt::Debug for CudaSteps {
 }
 
 impl Drop for CudaSteps {
-    /// Waits for the enqueued work, because dropping the steps frees its activation memory.
+    /// Waits for the enqueued work, because dropping the steps frees the activation memory.
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
     }

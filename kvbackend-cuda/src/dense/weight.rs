@@ -198,8 +198,8 @@ fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
             };
             scales.extend([scale, minimum]);
         }
-        // Each quarter has 32 bytes. Their low halves contain one group, and their high halves contain the
-        // next group.
+        // Each quarter has 32 bytes. The low halves of the bytes contain one group, and the high halves
+        // contain the next group.
         for quarter in quarters.chunks_exact(32) {
             for shift in [0, 4] {
                 codes.extend(

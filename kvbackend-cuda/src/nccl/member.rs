@@ -36,7 +36,7 @@ const CONFIGURED: u32 = 21_800;
 pub(super) struct NcclMember {
     nccl: &'static Nccl,
     device: Arc<CudaDevice>,
-    /// `None` after the rank has left or aborted.
+    /// The NCCL handle; `None` after the rank has left or aborted.
     handle: Mutex<Option<CommHandle>>,
 }
 
@@ -151,7 +151,7 @@ impl NcclMember {
     fn abort_taken(&self, handle: CommHandle) {
         let comm = handle.comm();
         if comm.is_null() {
-            // NCCL may still store a handle at this location.
+            // NCCL may still store a handle at this location, which must therefore stay valid.
             return std::mem::forget(handle);
         }
         // The abort also frees what a lost device has left behind.

@@ -86,7 +86,7 @@ impl fmt::Debug for CudaStream {
 }
 
 impl Drop for CudaStreamState {
-    /// Waits for the enqueued work, because the stream's memory is freed when it is dropped.
+    /// Waits for the enqueued work, because dropping the stream frees memory that this work uses.
     fn drop(&mut self) {
         let Ok(_bound) = self.on.device.bind() else { return };
         // SAFETY: the stream is alive.

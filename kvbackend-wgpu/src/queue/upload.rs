@@ -37,7 +37,7 @@ impl Uploads {
         self.0.last().is_some_and(|last| end(last) <= last.buffer.size())
     }
 
-    /// Returns whether `bytes` more bytes need another buffer that makes the total size of all buffers exceed
+    /// Returns whether adding `bytes` bytes needs a new buffer with which all buffers together would exceed
     /// [`MANY`].
     pub(super) fn are_many_with(&self, device: &GpuDevice, bytes: usize) -> bool {
         let (size, all) = (padded(bytes), self.0.iter().map(|one| one.buffer.size()).sum::<u64>());

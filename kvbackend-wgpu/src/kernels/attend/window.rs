@@ -1,4 +1,4 @@
-//! The bound parts of K, V and their scales, and of queries and outputs.
+//! The parts of K, V, their scales, queries and outputs that a dispatch binds.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::pipeline::Binding;
 /// The windows that contain a block: the index of the window for K, for V, for K's scales and for V's scales.
 pub(super) type WindowKey = [u32; 4];
 
-/// The rows of K, of V, or of the scales of either.
+/// K, V, or the scales of one of them, with the division of its blocks into windows.
 struct WindowedRole {
     buffer: Buffer,
     bits: u64,
