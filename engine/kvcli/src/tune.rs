@@ -62,7 +62,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
             divergence: choice.divergence,
             operations: choice.operations,
         };
-        TunedReuse::new(engine.model(), way, measured).write(&args.out)?;
+        TunedReuse::new(engine.model(), way, &options.eval.style.decoys, measured).write(&args.out)?;
         file = Some(args.out.as_path());
     }
     let out = &mut std::io::stdout().lock();
@@ -107,6 +107,8 @@ fn usual(layers: usize) -> Vec<Arm> {
         "sequential,alone,link:32",
         "sequential,sink:4,none",
         "sequential,sink:4,link:16",
+        "sequential,behind:3,none",
+        "sequential,behind:7,none",
     ]
     .map(str::to_owned)
     .into();
@@ -206,7 +208,7 @@ mod tests {
     fn every_usual_candidate_is_a_way_of_reuse() {
         for layers in [1, 2, 30] {
             let all = usual(layers);
-            assert_eq!(all.len(), 21, "{layers} layers");
+            assert_eq!(all.len(), 23, "{layers} layers");
             assert!(all.iter().all(|arm| arm.reused().is_some()));
         }
     }

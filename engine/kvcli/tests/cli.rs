@@ -375,8 +375,8 @@ fn eval_measures_divergence_of_named_arms_and_shows_and_writes_answers() {
     };
     assert!(nats("sequential, alone, full") < 1e-6 && nats("sequential, alone, none") > 0.1);
     let lines = std::fs::read_to_string(&file).unwrap();
-    assert_eq!(lines.lines().count(), 6 * 3);
-    let first: Value = serde_json::from_str(lines.lines().next().unwrap()).unwrap();
+    assert_eq!(lines.lines().count(), 1 + 6 * 3, "the settings stand before the answers");
+    let first: Value = serde_json::from_str(lines.lines().nth(1).unwrap()).unwrap();
     assert!(first["name"] == "full attention" && first["right"] == true, "{first}");
     let output = kvc(&[&common[..], &arms, &["--show", "1"]].concat());
     let shown = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -28,6 +28,9 @@ pub enum Error {
         "there is nothing to tune: a search needs at least one reuse candidate, and local questions to judge it with"
     )]
     NothingToTune,
+    /// The caller could not keep an answer.
+    #[error("cannot keep an answer: {0}")]
+    NotKept(#[source] std::io::Error),
     /// An error of the engine or its model.
     #[error(transparent)]
     Engine(#[from] kvengine::Error),

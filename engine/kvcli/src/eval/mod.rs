@@ -5,15 +5,18 @@ use std::io::Write;
 
 use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
 use kvengine::TunedReuse;
-use kvlab::{Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, QuestionKind, Score, evaluate};
+use kvlab::{
+    Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, QuestionKind, Score, Trial, evaluate,
+};
 use serde::Serialize;
 
 use crate::args::{EvalArgs, way};
 use crate::asking;
 use crate::error::{Error, Result};
 use crate::plot::writable;
-use crate::progress::{bar, counting};
+use crate::progress::AnswerProgress;
 use crate::report::json;
+use answers::AnswerFile;
 
 mod answers;
 mod plot;
@@ -59,8 +62,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         Some(path) => Some(TunedReuse::read(path)?.of(engine.model())?),
         None => None,
     };
-    let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
-    let mut progress = counting(&bar);
+    let mut progress = AnswerProgress::new(!args.json);
     let out = &mut std::io::stdout().lock();
     let options = EvalOptions {
         measure: args.measure.into(),
@@ -79,8 +81,9 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
             ..GateLimits::of(args.engine.dtype)
         };
         let way = tuned.unwrap_or_else(|| way(args.positions, args.chunks, recompute));
-        let gate = Gate::check(&mut engine, &codec, &questions, way, limits, &options, &mut progress)?;
-        bar.finish_and_clear();
+        let mut count = |done, total| progress.count(done, total);
+        let gate = Gate::check(&mut engine, &codec, &questions, way, limits, &options, &mut count)?;
+        progress.finish();
         if args.json {
             json(out, &GateReport::of(&gate))?;
         } else {
@@ -101,14 +104,29 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         named => with_full_attention(named),
     };
     arms.extend(tuned.map(Arm::from));
-    let evaluation = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut progress)?;
-    bar.finish_and_clear();
+    let asked = (options.first_draw, &questions[..]);
+    let (mut file, mut known) = (None, Vec::new());
     if let Some(path) = &args.answers {
-        answers::write(path, &arms, &evaluation.trials)?;
+        let settings = answers::settings(args, &options, &engine, &codec);
+        let (opened, answers) = AnswerFile::open(path, &settings, &arms, asked)?;
+        if !answers.is_empty() {
+            eprintln!("continuing {}, which has {} of the answers", path.display(), answers.len());
+        }
+        (file, known) = (Some(opened), answers);
     }
+    let mut answered = |trial: &Trial, done, total| {
+        progress.count(done, total);
+        file.as_mut().map_or(Ok(()), |file| file.add(trial))
+    };
+    let result = evaluate(&mut engine, &codec, &questions, &arms, &options, known, &mut answered);
+    progress.finish();
+    let evaluation = result.map_err(|error| match (error, &args.answers) {
+        (kvlab::Error::NotKept(source), Some(path)) => Error::Answers { path: path.clone(), source },
+        (error, _) => error.into(),
+    })?;
     let (scores, trials) = (&evaluation.scores, &evaluation.trials);
     if !args.json {
-        show::answers(out, &arms, (args.asking.first_seed, &questions), trials, args.show)?;
+        show::answers(out, &arms, asked, trials, args.show)?;
     }
     let asked = questions.iter().map(Vec::len).sum();
     report(args, out, scores, (asked, questions.len()), positions)

@@ -194,7 +194,11 @@ impl Gate {
         }
         let arms = [Arm::full_attention(), way.into()];
         let options = EvalOptions { measure: Measure::Answers, ..options.clone() };
-        let evaluation = evaluate(engine, codec, &local, &arms, &options, progress)?;
+        let evaluation =
+            evaluate(engine, codec, &local, &arms, &options, Vec::new(), &mut |_, done, total| {
+                progress(done, total);
+                Ok(())
+            })?;
         checks.push(Self::of_answers(&evaluation.trials, &limits));
         Ok(Self { checks })
     }

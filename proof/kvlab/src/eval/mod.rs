@@ -9,6 +9,7 @@
 //! token by token. A few dozen prompts are enough to rank strategies by divergence, but even hundreds of
 //! questions are not enough to rank them by their shares of right answers.
 
+use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
@@ -18,7 +19,7 @@ use kvmodel::{Observer, TextCodec};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 mod arm;
 mod divergence;
@@ -91,29 +92,40 @@ impl Evaluation {
     }
 }
 
-/// Asks every arm every question. `questions` holds one list per draw. Calls `progress` with the number of
-/// answers so far and the total.
+/// Asks every arm every question. `questions` holds one list per draw. `known` holds answers that the same arms
+/// gave to some of these questions earlier, with the same options; they are not asked for again. Calls
+/// `answered` after each new answer, with the answer, the number of answers so far and the total.
 ///
 /// # Errors
-/// Returns the errors of the engine, for example if a prompt is too long for the model, and the errors of the
-/// chat template.
+/// Returns the errors of the engine, for example if a prompt is too long for the model, the errors of the chat
+/// template, and the first error of `answered`, which ends the evaluation.
 pub fn evaluate(
     engine: &mut Engine,
     codec: &TextCodec,
     questions: &[Vec<Question>],
     arms: &[Arm],
     options: &EvalOptions,
-    progress: &mut dyn FnMut(usize, usize),
+    known: Vec<Trial>,
+    answered: &mut dyn FnMut(&Trial, usize, usize) -> std::io::Result<()>,
 ) -> Result<Evaluation> {
     let total = arms.len() * questions.iter().map(Vec::len).sum::<usize>();
-    let mut trials = Vec::new();
+    let place = |trial: &Trial| (trial.draw, trial.question, trial.arm);
+    let mut known: HashMap<_, Trial> = known.into_iter().map(|trial| (place(&trial), trial)).collect();
+    let (mut trials, mut done) = (Vec::new(), known.len());
     for (draw, asked) in (options.first_draw..).zip(questions) {
         let mut rng = StdRng::seed_from_u64(draw as u64);
         for (number, question) in asked.iter().enumerate() {
             let mut turn = QuestionTurn::new(engine, codec, question, options, &mut rng)?;
             for (at, arm) in arms.iter().enumerate() {
-                trials.push(Trial { draw, question: number, arm: at, ..turn.ask(arm)? });
-                progress(trials.len(), total);
+                let trial = if let Some(trial) = known.remove(&(draw, number, at)) {
+                    trial
+                } else {
+                    let trial = Trial { draw, question: number, arm: at, ..turn.ask(arm)? };
+                    done += 1;
+                    answered(&trial, done, total).map_err(Error::NotKept)?;
+                    trial
+                };
+                trials.push(trial);
             }
         }
     }

@@ -94,8 +94,9 @@ impl Tuning {
         let screening = screened.len() * arms.len();
         let eval = EvalOptions { measure: Measure::Divergence, ..options.eval.clone() };
         let screened = [screened.to_vec()];
-        let seen = evaluate(engine, codec, &screened, &arms, &eval, &mut |done, _| {
+        let seen = evaluate(engine, codec, &screened, &arms, &eval, Vec::new(), &mut |_, done, _| {
             progress(done, screening + asked);
+            Ok(())
         })?;
         let mut rows = rows(&arms, &seen);
         let nearest = front(&rows);
@@ -194,7 +195,12 @@ impl Judge<'_> {
             ..self.options.eval.clone()
         };
         let questions = &self.judged[draw..=draw];
-        Ok(evaluate(self.engine, self.codec, questions, &[arm], &eval, &mut |_, _| step())?.trials)
+        let mut answered = |_: &Trial, _, _| {
+            step();
+            Ok(())
+        };
+        let (engine, codec) = (&mut *self.engine, self.codec);
+        Ok(evaluate(engine, codec, questions, &[arm], &eval, Vec::new(), &mut answered)?.trials)
     }
 
     /// Returns the share of right answers among full attention's answers so far.

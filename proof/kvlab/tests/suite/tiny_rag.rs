@@ -5,8 +5,10 @@ use std::path::PathBuf;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, Recompute, ReuseCell};
 use kvengine::{Engine, EngineConfig};
-use kvlab::{Arm, EvalOptions, Measure, Question, QuestionKind, World, evaluate};
-use kvmodel::{ModelDirectory, WeightFormat};
+use kvlab::{Arm, EvalOptions, Evaluation, Measure, Question, QuestionKind, Trial, World, evaluate};
+use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
+
+use crate::common::tiny_rag;
 
 /// System prompts. Most consist of words that are not single tokens.
 const SYSTEMS: [&str; 4] = [
@@ -22,6 +24,16 @@ fn folder() -> PathBuf {
 
 fn mean(score: &kvlab::Score) -> f64 {
     score.accuracy.unwrap().mean
+}
+
+fn ask(
+    engine: &mut Engine,
+    codec: &TextCodec,
+    questions: &[Vec<Question>],
+    arms: &[Arm],
+    options: &EvalOptions,
+) -> Evaluation {
+    evaluate(engine, codec, questions, arms, options, Vec::new(), &mut |_, _, _| Ok(())).unwrap()
 }
 
 /// Returns local questions in five draws, with varying system prompts.
@@ -51,7 +63,7 @@ fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell
     let reuse = ReuseCell::ALL.map(|cell| Arm::reuse(cell, Recompute::None));
     let arms: Vec<Arm> = [Arm::full_attention()].into_iter().chain(reuse).collect();
     let options = EvalOptions::default();
-    let scores = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut |_, _| ()).unwrap().scores;
+    let scores = ask(&mut engine, &codec, &questions, &arms, &options).scores;
     assert_eq!(scores.len(), 7);
     for score in &scores {
         println!("{}: {:.1} % of {}", score.name, 100.0 * mean(score), score.asked);
@@ -95,7 +107,7 @@ fn divergences_are_zero_where_everything_is_recomputed_and_large_where_answers_a
             .into();
     let options = EvalOptions { measure: Measure::Both, ..EvalOptions::default() };
     let questions = [world.questions(5, 6)];
-    let evaluation = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut |_, _| ()).unwrap();
+    let evaluation = ask(&mut engine, &codec, &questions, &arms, &options);
     assert_eq!(evaluation.trials.len(), 4 * 18);
     let of = |name: &str, kind: QuestionKind| {
         let score = evaluation.scores.iter().find(|score| score.name == name && score.kind == kind).unwrap();
@@ -111,10 +123,41 @@ fn divergences_are_zero_where_everything_is_recomputed_and_large_where_answers_a
     assert!(lost > 20.0 * kept && agreement < 0.9, "{lost} and {kept}, {agreement}");
     // If only divergences are measured, no answers are given.
     let options = EvalOptions { measure: Measure::Divergence, ..EvalOptions::default() };
-    let alone = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut |_, _| ()).unwrap();
+    let alone = ask(&mut engine, &codec, &questions, &arms, &options);
     assert!(alone.scores.iter().all(|score| score.accuracy.is_none() && score.paired.is_none()));
     for (alone, both) in alone.trials.iter().zip(&evaluation.trials) {
         assert_eq!((alone.divergence, alone.agreement), (both.divergence, both.agreement));
     }
     engine.check_invariants().unwrap();
+}
+
+#[test]
+fn known_answers_are_not_asked_for_again_and_an_answer_that_cannot_be_kept_ends_the_evaluation() {
+    let (mut engine, codec, world) = tiny_rag();
+    let arms = ["full attention", "sequential, alone, none"].map(|name| name.parse::<Arm>().unwrap());
+    let (questions, options) = ([world.questions(5, 2)], EvalOptions::default());
+    let mut evaluate = |known: Vec<Trial>, answered: &mut dyn FnMut(&Trial, usize, usize) -> _| {
+        evaluate(&mut engine, &codec, &questions, &arms, &options, known, answered)
+    };
+    let whole = evaluate(Vec::new(), &mut |_, _, _| Ok(())).unwrap();
+    let known = || whole.trials.iter().step_by(3).map(|t| Trial { answer: "known".to_owned(), ..t.clone() });
+    let mut fresh = Vec::new();
+    let continued = evaluate(known().collect(), &mut |trial, done, total| {
+        fresh.push(trial.clone());
+        assert_eq!((done, total), (known().count() + fresh.len(), whole.trials.len()));
+        Ok(())
+    });
+    let continued = continued.unwrap().trials;
+    assert_eq!(continued.len(), whole.trials.len());
+    for (at, (trial, one_go)) in continued.iter().zip(&whole.trials).enumerate() {
+        assert_eq!(trial.answer == "known", at % 3 == 0);
+        assert_eq!(fresh.contains(trial), at % 3 != 0);
+        assert_eq!((trial.right, trial.flops, trial.found), (one_go.right, one_go.flops, one_go.found));
+    }
+    let mut left = 5;
+    let failed = evaluate(Vec::new(), &mut |_, _, _| {
+        left -= 1;
+        if left == 0 { Err(std::io::Error::other("full")) } else { Ok(()) }
+    });
+    assert!(failed.is_err_and(|error| error.to_string().contains("full")) && left == 0);
 }
