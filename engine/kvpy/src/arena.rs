@@ -58,7 +58,7 @@ impl Arena {
         Ok(Self { device, memory })
     }
 
-    /// Runs an operation without holding Python's lock, and waits for it.
+    /// Runs an operation without holding Python's lock, and waits until the operation is done.
     fn run(&self, py: Python<'_>, operation: Operation<'_>) -> PyResult<()> {
         let run = || {
             self.device.stream().run(operation)?;

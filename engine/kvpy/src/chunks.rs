@@ -143,7 +143,7 @@ impl PyChunkReservation {
         Ok(PyWriteSlots(own.as_ref().ok_or_else(over)?.write_slots().map_err(CallError::from)?))
     }
 
-    /// Stores the piece and returns a hold on it. Its slots must have been filled.
+    /// Stores the piece and returns a hold on it. The piece's slots must have been filled.
     fn store(&self) -> PyResult<PyPieceHold> {
         let own = self.own.lock().take().ok_or_else(over)?;
         Ok(PyPieceHold(Mutex::new(Some(own.store()))))
@@ -157,7 +157,7 @@ impl PyChunkReservation {
 
 #[pymethods]
 impl PyChunkWaiter {
-    /// True once the other request has stored or abandoned the piece. Then acquire the piece again.
+    /// True once the other request has stored or abandoned the piece. The piece must then be acquired again.
     #[getter]
     fn is_over(&self) -> bool {
         self.0.is_over()
@@ -189,8 +189,8 @@ impl PyChunkCacheManager {
     /// piece, in order, returns a `PieceHold`, a `ChunkReservation`, a `ChunkWaiter`, or `None` if there is
     /// no room. A long chunk has several pieces.
     ///
-    /// `mode` (`"alone"`, `"with-system"` or `"sink:K"`) selects the tokens of `system` that the chunk sees
-    /// while it is computed. `stored_start` is the position that the chunk's first key is rotated to when
+    /// `mode` (`"alone"`, `"with-system"`, `"sink:K"` or `"behind:N"`) selects the tokens of `system` that the
+    /// chunk sees while it is computed. With `"behind:N"`, `system` must end with the decoys. `stored_start` is the position that the chunk's first key is rotated to when
     /// it is stored.
     fn acquire(
         &self,

@@ -92,8 +92,8 @@ impl ArenaDevice {
         }
     }
 
-    /// Returns the driver's handle of the stream, so that other libraries can order their work with it, or
-    /// `None` on a CPU.
+    /// Returns the driver's handle of the stream, or `None` on a CPU. Other libraries can use the handle to
+    /// order their work with the stream.
     pub(crate) fn raw_stream(&self) -> Option<*mut c_void> {
         match self {
             Self::Cpu(..) => None,
@@ -144,8 +144,8 @@ impl ArenaDevice {
     }
 }
 
-/// Calls `enqueue` and waits for the work that it has enqueued, even if it fails, because the operands of
-/// that work may be freed after this call.
+/// Calls `enqueue` and waits for the work that it has enqueued, even if `enqueue` fails, because the operands
+/// of that work may be freed after this call.
 pub(crate) fn finished<T>(stream: &dyn Stream, enqueue: impl FnOnce() -> Result<T>) -> Result<T> {
     let enqueued = enqueue();
     let waited = stream.synchronize();

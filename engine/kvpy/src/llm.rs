@@ -33,7 +33,7 @@ pub(crate) struct Llm {
     separator: String,
     enabled: bool,
     way: Reuse,
-    /// The decoys for prompts that have none of their own.
+    /// The decoys for prompts without decoys of their own.
     decoys: Arc<[Vec<u32>]>,
 }
 

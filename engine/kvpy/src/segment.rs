@@ -37,7 +37,7 @@ impl PySegment {
         self.0.logical_start
     }
 
-    /// The position that the first token is used at.
+    /// The position at which the first token is used.
     #[getter]
     fn position(&self) -> i64 {
         self.0.position(0)

@@ -1,6 +1,6 @@
 //! The setup shared by the kernel benchmarks: an arena with up to 8 KV heads and a `head_dim` of 128, in
-//! blocks of 16 tokens. Its blocks are in the order in which a pool in use would allocate them. The lab has
-//! one operation of each kind, over all blocks.
+//! blocks of 16 tokens. The arena's blocks are in the order in which a pool in use would allocate them. The
+//! lab has one operation of each kind, over all blocks.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub const DIM: usize = 128;
 /// The number of tokens per block.
 pub const BLOCK: usize = 16;
 
-/// Tokens in the first half of an arena. Copies are written to its second half.
+/// Tokens in the first half of an arena. Copies are written to the arena's second half.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct Lab {
     /// The backend that owns the memory.

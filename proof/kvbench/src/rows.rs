@@ -105,7 +105,7 @@ pub struct LargestRow {
     pub seconds: f64,
 }
 
-/// Parses the rows in a benchmark's output, and keeps the largest size of each.
+/// Parses the rows in a benchmark's output, and keeps only the largest row of each sweep.
 pub fn largest(output: &str) -> Vec<LargestRow> {
     let last = |sweep: Sweep| {
         let BenchRow { what, size, unit, seconds, .. } = sweep.rows.into_iter().next_back()?;

@@ -34,7 +34,7 @@ pub fn table(sweeps: &[Sweep]) -> String {
     text
 }
 
-/// Formats the rows in a benchmark's output as a table. Returns `None` if there are none.
+/// Formats the rows in a benchmark's output as a table. Returns `None` if there are no rows.
 pub fn printed(output: &str) -> Option<String> {
     let rows = parsed(output);
     (!rows.is_empty()).then(|| table(&sweeps(rows)))

@@ -202,7 +202,7 @@ pub(super) fn the_same_blocks_at_two_offsets_at_once(b: &Bench) -> Outcome {
 }
 
 pub(super) fn causality_goes_by_logical_order(b: &Bench) -> Outcome {
-    // The later chunk overlaps the earlier one in position. The row is inside the later chunk.
+    // The last two segments start at the same position, and there are rows in both of them.
     let segments = vec![segment(&[4], 3, 0, 0), segment(&[0, 2], 6, 3, 3), segment(&[5, 7], 5, 9, 3)];
     let at = rows(&[(3, 3), (8, 8), (9, 3), (11, 5), (13, 7)]);
     AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..5, segments)])?

@@ -138,7 +138,7 @@ pub(super) fn windows_factors_and_overlapping_positions(b: &Bench) -> Outcome {
     let groups = [MergeGroup::default(), MergeGroup { lse_scale: 0.7 }];
     trial.op.work = Arc::new(AttendWork::with_groups(work.rows(), work.batch(), groups));
     check(b, &trial, "a log-sum-exp over groups with factors")?;
-    // Two chunks at the same positions, and rows inside the later one.
+    // The last three segments start at the same position, and there are rows in each of them.
     let segments = vec![
         segment(&[4], 3, 0, 0),
         segment(&[0, 2], 6, 3, 3),

@@ -124,8 +124,8 @@ pub(super) fn writes_come_in_the_order_of_the_stream(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Copies bytes through `times` tensors and returns the last one. Each other tensor is dropped once its
-/// copies are enqueued.
+/// Copies bytes through `times` tensors and returns the last one. Every tensor but the last is dropped once
+/// its copies are enqueued.
 fn relay(b: &Bench, stream: &dyn Stream, bytes: &[u8], times: usize) -> Outcome<TensorView> {
     let tensor = || b.tensor(DType::U8, &[bytes.len()]);
     let mut from = tensor()?;

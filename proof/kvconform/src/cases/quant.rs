@@ -93,7 +93,7 @@ fn gather(
     Ok((b.download(&k)?, b.download(&v)?))
 }
 
-/// Returns a plane's rows at [`SLOTS`] with the given values. Padding rows are zero.
+/// Reads a plane's rows at [`SLOTS`] from `values`, the contents of the plane. Padding rows are zero.
 fn stored(arena: &KvArena, plane: &KvPlane, values: &[f32]) -> Vec<f32> {
     let mut rows = Vec::new();
     for slot in SLOTS {

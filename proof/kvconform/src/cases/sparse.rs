@@ -28,7 +28,7 @@ fn mixed(b: &Bench, order: BlockOrder, prefill: Selection, decode: Selection) ->
 
 pub(super) fn rows_see_selected_tokens_only(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
-        // 3 tokens of a system prompt, 6 of a chunk and 2 of a question
+        // There are 3 tokens of a system prompt, 6 of a chunk and 2 of a question.
         let prefill = select(SelectionUnit::Tokens, &[&[0, 2, 3, 8, 9], &[1, 4, 5, 10]]);
         let decode = select(SelectionUnit::Tokens, &[&[2, 3, 6, 7, 10]]);
         mixed(b, order, prefill, decode)?.check(b, "selected tokens")?;
@@ -38,7 +38,7 @@ pub(super) fn rows_see_selected_tokens_only(b: &Bench) -> Outcome {
 
 pub(super) fn rows_see_selected_blocks_only(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
-        // blocks of 3 tokens, of 4 and 2 tokens, and of 2 tokens
+        // There are four blocks, with 3, 4, 2 and 2 tokens. The second and the third are in the same segment.
         let prefill = select(SelectionUnit::Blocks, &[&[0, 2], &[1, 2, 3]]);
         let decode = select(SelectionUnit::Blocks, &[&[1, 3]]);
         mixed(b, order, prefill, decode)?.check(b, "selected blocks")?;

@@ -88,7 +88,7 @@ pub(super) fn tensors_go_to_the_device_and_back(b: &Bench) -> Outcome {
         let (there, back) = (host(&[2, 3, 4])?, host(&[4, 2, 3])?);
         b.stream.write(&there, &crate::bench::encode(b.dtype, &values))?;
         let device = b.tensor(b.dtype, &[3, 2, 4])?;
-        // one stream keeps the order, without waits in between
+        // One stream keeps the two copies in order, without a wait in between.
         there.permute(&[1, 0, 2])?.h2d(&device, b.stream.as_ref())?;
         device.permute(&[2, 1, 0])?.d2h(&back, b.stream.as_ref())?;
         let all = rounded(b.dtype, &values);

@@ -151,7 +151,7 @@ fn seen<'a>(
     let layout = op.arena.layout();
     let (q, row, block_size) = (query.q, op.work.rows()[query.row], layout.shape().block_size);
     let (mut tokens_before, mut blocks_before) = (0, 0);
-    // the logit, group and value of each visible token
+    // For each visible token: its logit, its group and its value.
     let mut seen = Vec::new();
     for segment in entry.segments.iter() {
         let turned = match &op.rope {
