@@ -91,7 +91,8 @@ impl Request {
     }
 }
 
-/// Answers all prompts with keys and values in `max_memory` bytes. Returns the answers.
+/// Answers all prompts, with at most `max_memory` bytes for keys and values. Returns the answers and a
+/// summary of the run.
 fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<Vec<u32>>, String)> {
     let format = DType::F32.into();
     let (num_layers, k_heads, v_heads, k_dim, v_dim) = (LAYERS, HEADS, HEADS, DIM, DIM);
@@ -112,8 +113,8 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
     let (mut steps, mut preempted, mut found, mut accepted) = (0, 0, 0, 0);
     let (mut answers, mut rows) = (vec![Vec::new(); prompts.len()], BatchRows::default());
     while !running.is_empty() || !waiting.is_empty() {
-        // Slots for all running requests. If blocks run out, the last request is preempted and starts again
-        // later.
+        // Allocates slots for all running requests. If blocks run out, the last request is preempted and
+        // starts again later.
         let mut next: Vec<Vec<u32>> = running.iter().map(|(_, run)| run.next()).collect();
         let growth = |running: &[(SequenceId, Request)], next: &[Vec<u32>]| -> Vec<_> {
             running.iter().zip(next).map(|((id, _), next)| (*id, next.len())).collect()

@@ -42,12 +42,13 @@ impl Engine {
         Ok(())
     }
 
-    /// Decodes one token of a sequence: takes a slot, stores keys and values, and attends to all earlier tokens.
+    /// Decodes one token of a sequence: takes a slot, stores keys and values, and attends to all tokens so
+    /// far.
     fn step(&self, cache: &mut PagedKvCache, id: SequenceId) -> Result<()> {
         let position = cache.len(id)?;
         let slots = cache.grow(id, 1)?;
         self.store(cache, &slots, position)?;
-        // Prepared once and used by every layer.
+        // The work is prepared once and used by every layer.
         let row = QueryRow { logical: position, position: position as i64 };
         let work = Arc::new(AttendWork::new([row], [AttendRows::new(0..1, [cache.segment(id)?])]));
         for layer in 0..LAYERS {
@@ -81,7 +82,8 @@ fn main() -> Result<()> {
     let mut cache = PagedKvCache::new(arena, BlockPool::new(0..64)?)?;
     let root = KeyScope::new("my-model", b"digest of its weights").tenant_salt(b"alice").root();
 
-    // Two prompts with the same first 48 tokens: the second prompt computes only its last 12.
+    // The prompts share their first three blocks (48 tokens), so the second prompt computes only its last 12
+    // tokens.
     let prompt: Vec<u32> = (0..60).collect();
     let (first, cached, slots) = cache.admit(&PromptKeys::new(root, &prompt, 16), prompt.len())?;
     engine.store(&cache, &slots, cached)?;

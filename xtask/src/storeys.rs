@@ -9,7 +9,7 @@ use crate::metadata::{Package, packages};
 /// reuse.
 const EXCEPTIONS: [(&str, &str); 2] = [("kvcli", "kvlab"), ("kvpy", "kvlab")];
 
-/// A storey. Lower ones come first.
+/// A storey of the workspace. Lower storeys come first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Storey {
     Library,

@@ -86,7 +86,7 @@ impl MinuteLines {
     }
 }
 
-/// An observer that shows the prefill as a bar and then prints the answer as its text becomes certain.
+/// An observer that shows the prefill as a bar and then prints the answer as its text becomes final.
 pub(crate) struct LiveAnswer<'a> {
     text: TextStream<'a>,
     prefill: ProgressBar,

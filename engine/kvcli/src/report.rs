@@ -77,7 +77,7 @@ impl ReadBackJson {
 }
 
 /// A report on sleeping documents: counts as of the end of the request, and the sizes of the pieces that were
-/// asleep before it.
+/// asleep before the request.
 #[derive(Serialize)]
 pub(crate) struct SleepJson {
     form: String,

@@ -40,7 +40,7 @@ pub struct EngineConfig {
     pub chunks: ChunkCacheConfig,
     /// The host memory in which chunks sleep, or `None` if they do not sleep. To put chunks to sleep, call
     /// [`sleep_cold_chunks`](kvchunk::ChunkCacheManager::sleep_cold_chunks) on
-    /// [`Engine::chunks`](crate::Engine::chunks). A hit wakes them.
+    /// [`Engine::chunks`](crate::Engine::chunks). A hit wakes a sleeping chunk.
     pub chunk_sleep: Option<ChunkSleep>,
     /// True if whole pools can [sleep](crate::Engine::sleep). If true, the engine reserves address space, so
     /// that it can release memory and later get it back at the same addresses.

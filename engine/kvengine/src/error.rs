@@ -59,7 +59,7 @@ pub enum Error {
     /// The engine cannot release its caches' memory. The string suggests what to do instead.
     #[error("this engine's caches cannot sleep; {0}")]
     NoSleepMode(&'static str),
-    /// A request arrived while the caches are asleep.
+    /// A request arrived while a pool was asleep.
     #[error("the {0} of this engine is asleep; call wake_up first")]
     Asleep(PoolTag),
     /// A pool cannot sleep, because requests hold some of its blocks.

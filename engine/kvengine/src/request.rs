@@ -319,7 +319,8 @@ impl SparseDecode {
     /// Checks that the settings suit a model. `widest_window` must be set if all of the model's layers have a
     /// window, and `None` otherwise.
     pub(crate) fn check(self, widest_window: Option<usize>) -> Result<()> {
-        // The first block, the last ones, and at least one to choose.
+        // The settings must leave room for the first block, the last blocks, and at least one block to
+        // choose.
         if self.pages < 1 + Self::LAST + 1 {
             return Err(Error::Pages(
                 "use at least 4 blocks: the first block, the last two blocks and one chosen block",

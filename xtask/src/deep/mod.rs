@@ -35,7 +35,7 @@ pub(crate) struct DeepArgs {
     missing: bool,
 }
 
-/// A part of the deep checks. To add one, add a line to [`SLICES`].
+/// A part of the deep checks. To add a slice, add an entry to [`SLICES`].
 pub(crate) struct Slice {
     pub(crate) name: &'static str,
     /// A description of what the slice covers, for the table.

@@ -56,7 +56,7 @@ impl Table {
     pub(super) fn longest_unrun(&self) -> &'static Slice {
         // A failed slice does not get priority, because a slice that always fails would block all others.
         let turn = |slice: &&Slice| self.row(slice).map(|row| row.when.clone());
-        // There is at least one slice. If several slices are equal, the first one is chosen.
+        // There is at least one slice. If several slices are equally old, the first one is chosen.
         SLICES.iter().min_by_key(turn).unwrap_or(&SLICES[0])
     }
 

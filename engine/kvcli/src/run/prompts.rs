@@ -164,8 +164,8 @@ fn messages(path: &Path) -> Result<Vec<Message>> {
 }
 
 // Decision: docs/decisions/models.md#a-document-file-ends-with-a-line-break
-/// Returns a part of a prompt with a line break at its end, so that the next part does not continue its last
-/// word.
+/// Returns `text` with a line break at its end, so that the next part of the prompt does not continue its
+/// last word.
 fn ended(text: &str) -> String {
     if text.ends_with('\n') { text.to_owned() } else { format!("{text}\n") }
 }

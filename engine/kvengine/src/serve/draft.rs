@@ -22,7 +22,7 @@ const RUNS: [usize; 2] = [3, 2];
 fn guess<'a>(context: &'a [u32], tokens: &'a [u32], most: usize) -> &'a [u32] {
     for run in RUNS.into_iter().filter(|&run| run <= tokens.len()) {
         let last = &tokens[tokens.len() - run..];
-        // The last tokens themselves are excluded.
+        // The last tokens themselves are excluded from the search.
         let earlier = tokens[..tokens.len() - 1].windows(run).rposition(|window| window == last);
         if let Some(at) = earlier {
             return first(&tokens[at + run..], most);

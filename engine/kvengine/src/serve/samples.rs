@@ -65,7 +65,7 @@ impl LiveRequest {
         Ok(slots)
     }
 
-    /// Frees all of the request's blocks. Its tokens are kept.
+    /// Frees all of the request's blocks. The request's tokens are kept.
     pub(super) fn withdraw(&mut self, runner: &mut Runner) {
         for branch in &mut self.branches {
             branch.withdraw(runner);
@@ -123,7 +123,8 @@ impl LiveRequest {
         }
     }
 
-    /// Adopts the question's sequence, which a blend has computed, and starts the answer from its logits.
+    /// Adopts the question's sequence, which a blend has computed, and starts the answer from `logits`, the
+    /// logits after the question.
     pub(super) fn take_blended(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
         let question = self.prompt.take_question();
         let branch = &mut self.branches[0];

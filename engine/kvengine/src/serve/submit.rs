@@ -108,7 +108,8 @@ fn check_settings(runner: &Runner, request: &Request) -> Result<()> {
     Ok(())
 }
 
-/// Checks that all tokens are in the vocabulary. A request that cannot be computed must not evict anything.
+/// Checks that all tokens are in the vocabulary. This is checked on submission, because a request that cannot
+/// be computed must not evict anything.
 fn check_vocabulary(vocabulary: usize, request: &Request) -> Result<()> {
     let forced = request.forced.iter().flat_map(|forced| forced.iter().copied());
     let biased = request.logit_bias.iter().map(|&(token, _)| token);
