@@ -61,7 +61,7 @@ impl DType {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Overflow`] if the number of bits does not fit in a `usize`.
+    /// Returns [`Error::Overflow`] if the number of bits does not fit in an `isize`.
     pub fn bytes_for(self, count: usize) -> Result<usize> {
         Ok(product("bits of elements", &[count, self.bits()])?.div_ceil(8))
     }

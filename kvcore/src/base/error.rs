@@ -408,7 +408,7 @@ pub(crate) fn same<T: PartialEq + Into<Compared>>(what: &'static str, expected: 
     if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
-/// Returns the product of `factors`, or [`Error::Overflow`] if it does not fit in a `usize`.
+/// Returns the product of `factors`, or [`Error::Overflow`] if it does not fit in an `isize`.
 pub(crate) fn product(what: &'static str, factors: &[usize]) -> Result<usize> {
     factors
         .iter()

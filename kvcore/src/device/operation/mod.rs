@@ -72,8 +72,8 @@ fn check_slots(arena: &KvArena, slots: &[i64]) -> Result<()> {
     }
 }
 
-/// Returns the total size, in bytes, of K, V and their scales in one layer, for all slots that are not
-/// padding.
+/// Returns the total size, in bytes, of K, V and the per-block scales in one layer, for all slots that are
+/// not padding.
 fn slot_bytes(arena: &KvArena, slots: &[i64]) -> usize {
     slots.iter().filter(|&&slot| slot >= 0).count() * arena.layout().token_bytes()
 }

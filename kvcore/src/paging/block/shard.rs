@@ -357,8 +357,8 @@ impl Shard {
         }
     }
 
-    /// Frees all cached blocks that the pool may evict. The freed blocks will be allocated after the blocks
-    /// that are already free, in the order in which they would have been evicted.
+    /// Frees all cached blocks that the pool may evict, and returns their number. They will be allocated
+    /// after the blocks that are already free, in the order in which they would have been evicted.
     pub(super) fn clear_cached(&mut self, tell_each: bool, moment: Moment<'_>) -> usize {
         let Moment { now, rules, index } = moment;
         let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();

@@ -296,7 +296,7 @@ impl PagedKvCache {
     pub fn free_before(&mut self, id: SequenceId, token: usize) -> Result<usize> {
         let block_size = self.block_size();
         let Sequence { table, chain, .. } = self.get_mut(id)?;
-        // The blocks must get their keys first.
+        // Blocks must get their keys before they are freed.
         let keyed = table.keyed_blocks() * block_size;
         Ok(table.free_before(if chain.is_some() { token.min(keyed) } else { token }))
     }
