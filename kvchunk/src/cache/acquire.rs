@@ -54,7 +54,7 @@ impl ChunkCacheManager {
         Some(hold)
     }
 
-    /// Returns true if the piece is stored or being computed.
+    /// Returns whether the piece is stored. The piece may be asleep.
     pub(crate) fn contains(&self, piece: &ChunkPiece<'_>) -> bool {
         self.0.lock().find(piece).is_some()
     }

@@ -14,8 +14,7 @@ const STAGED_BLOCKS: usize = 8;
 
 // Decision: docs/decisions/chunks.md#each-piece-that-sleeps-in-fp8-has-its-own-scales
 /// Returns an arena that shares the codes of `host` and has its own scales: the smallest scales that fit the
-/// contents of `blocks` in `device`. Returns `None` for formats that store scales with every row. Waits for
-/// the stream.
+/// contents of `blocks` in `device`. Returns `None` for formats without static scales. Waits for the stream.
 pub(super) fn of_piece(
     backend: &dyn Backend,
     stream: &dyn Stream,
