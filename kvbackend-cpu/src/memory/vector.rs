@@ -44,12 +44,12 @@ impl CpuStorage {
     }
 
     /// Turns a storage created by [`from_vec`](Self::from_vec) back into a vector, without copying its
-    /// elements. `T` may differ from the vector's original element type, but must have the same size and
-    /// alignment.
+    /// elements. `T` may differ from the vector's original element type, but must have the same alignment,
+    /// and its size must divide the vector's length and capacity in bytes.
     ///
     /// # Errors
     /// Returns the storage if there are other handles to it (views, or operations that a stream has not run
-    /// yet), if it was created in another way, or if the size or alignment of `T` differs.
+    /// yet), if it was created in another way, or if `T` does not meet these conditions.
     pub fn try_into_vec<T: Pod>(self: Arc<Self>) -> std::result::Result<Vec<T>, Arc<Self>> {
         let MemoryOwner::Allocated(layout) = self.memory.owner else { return Err(self) };
         let whole = |bytes: usize| bytes.checked_rem(size_of::<T>()) == Some(0);

@@ -148,7 +148,7 @@ impl ItemPlan {
         self.find_runs(op);
     }
 
-    /// Finds the token runs of each item. Items that differ only in their heads share their runs.
+    /// Finds the token runs of each item. Consecutive items that differ only in their heads share their runs.
     fn find_runs(&mut self, op: &Attend) {
         for at in 0..self.items.len() {
             let before = at.checked_sub(1).map(|before| &self.items[before]).filter(|before| {
