@@ -130,8 +130,8 @@ impl AscendDenseSteps {
         TensorView::new(self.take(bytes)?, DType::F32, shape)
     }
 
-    /// Allocates memory for a result. If the device is out of memory, frees unused activation memory and
-    /// tries again.
+    /// Allocates memory for a result. If the device is out of memory and this thread is not recording a
+    /// capture, frees unused activation memory and tries again.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
         let npu = &self.queue.npu;
         let allocate =

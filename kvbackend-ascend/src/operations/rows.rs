@@ -168,7 +168,7 @@ fn rotated(
     Ok(rotated)
 }
 
-/// Returns the rows of K or V to write, rotated to their positions.
+/// Returns the rows of K or V to write, rotated by `angles` if given.
 fn rows_to_put(
     work: &mut StepWork<'_, '_>,
     slots: &RowSlots,

@@ -179,7 +179,7 @@ pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'
     Ok(true)
 }
 
-/// Returns the queries rotated to their positions, as a dense tensor of the same type.
+/// Returns the queries as a dense tensor of the same type, rotated if the operation has a rotary embedding.
 fn rotated(
     work: &mut StepWork<'_, '_>,
     operands: &AttentionOperands<'_>,

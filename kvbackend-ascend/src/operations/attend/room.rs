@@ -56,7 +56,7 @@ impl StepTokens {
         Self { rows, distinct, which }
     }
 
-    /// Returns the number of tokens in the longest row, or `None` if there are no rows.
+    /// Returns the number of tokens in the longest row, or `None` if no row has a result.
     fn longest(&self) -> Option<usize> {
         self.rows.iter().flatten().map(|(tokens, _)| tokens.len()).max()
     }
