@@ -25,7 +25,7 @@ pub enum KvEvent {
         /// The blocks that are registered under the keys.
         blocks: Vec<BlockId>,
     },
-    /// A key can no longer be found: its block was evicted or cleared, or it expired.
+    /// A key can no longer be found: its block was evicted or cleared, or has expired.
     Removed {
         /// The key.
         key: BlockKey,
@@ -40,8 +40,7 @@ pub enum KvEvent {
 // Decision: docs/decisions/paging.md#events-are-sent-under-the-locks-of-the-pool
 /// Receives a pool's events.
 ///
-/// The pool calls the sink while it holds its locks: `record` MUST return at once and MUST NOT call the
-/// pool.
+/// The pool holds its locks while it calls the sink: `record` MUST return at once and MUST NOT call the pool.
 pub trait EventSink: Send + Sync + fmt::Debug {
     /// Receives one event.
     fn record(&self, event: KvEvent);

@@ -390,7 +390,7 @@ impl SharedBlocks {
             if shard.collides(block, key) {
                 return false;
             }
-            // The known block was freed after the index returned it.
+            // The known block was freed after the index returned it, so try again.
         }
     }
 

@@ -65,8 +65,8 @@ impl KeyChain {
 /// [`truncate`](Self::truncate), [`copy_on_write`](Self::copy_on_write), a swap, or an eviction. The next
 /// holder of a block may get it while work on its old contents is still in progress. Therefore the caller
 /// MUST send all work on an arena to one stream. If there are several streams, a stream MUST wait for an
-/// event from every stream that used a block before it writes to that block again ([`Stream::wait_for`]).
-/// This also applies to the arena that sequences are swapped to.
+/// event from every stream that used a block before writing to that block again ([`Stream::wait_for`]). This
+/// also applies to the arena that sequences are swapped to.
 ///
 /// On a quantised arena (`format: "int8:32".parse()?` in the shape) the cache works in the same way: writes
 /// quantise, and attention dequantises.

@@ -87,7 +87,7 @@ impl Default for PolicyEntry<'_> {
 /// A policy that decides the order in which cached blocks are evicted. Each block is identified by its index
 /// in a shard of the pool.
 ///
-/// The pool calls the policy while it holds a lock, so every method should return quickly. `insert` and
+/// The pool holds a lock while it calls the policy, so every method should return quickly. `insert` and
 /// `remove` alternate for each index (an eviction counts as a removal), and every index is below the number
 /// of blocks that the policy was created for.
 ///
