@@ -208,7 +208,7 @@ impl Order {
     }
 }
 
-/// Removes a number from a list, and returns whether it was there.
+/// Removes a number from a list, and returns whether the list contained the number.
 fn take(numbers: &mut Vec<u32>, number: u32) -> bool {
     let at = numbers.iter().position(|&other| other == number);
     at.map(|at| numbers.remove(at)).is_some()

@@ -78,8 +78,8 @@ pub trait ReplicaTransport: fmt::Debug + Send + Sync {
 pub struct ReplicaDevice {
     /// The backend. It allocates host memory, as large as the piece, through which the bytes are transferred.
     pub backend: Arc<dyn Backend>,
-    /// The stream that orders the copies. It must be the stream that writes and reads the arena, or be
-    /// ordered with it by events.
+    /// The stream that orders the copies: the stream that writes and reads the arena, or a stream that is
+    /// ordered with that stream by events.
     pub stream: Arc<dyn Stream>,
     /// The arena that the chunk cache's block IDs refer to.
     pub arena: KvArena,

@@ -9,7 +9,7 @@ use kvcore::{
 
 use crate::error::Result;
 
-/// The number of blocks to read at a time. This memory does not grow with the piece.
+/// The number of blocks to read at a time. This limits the memory for the copies, however large the piece is.
 const STAGED_BLOCKS: usize = 8;
 
 // Decision: docs/decisions/chunks.md#each-piece-that-sleeps-in-fp8-has-its-own-scales
