@@ -53,7 +53,7 @@ struct SharedQueue {
 /// begins before a sleeping thread could be woken.
 const LOOKS: usize = 1000;
 
-/// Polls `ready` for a limited time, and returns whether it returned true.
+/// Polls `ready` for a limited time, and returns whether `ready` returned true.
 fn look(ready: impl Fn() -> bool) -> bool {
     (0..LOOKS).any(|_| {
         std::hint::spin_loop();

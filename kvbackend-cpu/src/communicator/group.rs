@@ -35,8 +35,8 @@ pub(super) struct ThreadGroup {
 struct GroupState {
     /// The group's first failure, which is never cleared or replaced.
     failed: Option<Error>,
-    /// For each rank, whether it has left the group. The group fails as soon as a call needs a rank that has
-    /// left.
+    /// For each rank, true if the rank has left the group. The group fails as soon as a call needs a rank
+    /// that has left.
     left: Vec<bool>,
     /// The collective call that at least one rank, but not every rank, has made, or `None` if there is none.
     call: Option<CollectiveCall>,

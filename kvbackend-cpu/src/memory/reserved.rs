@@ -1,5 +1,5 @@
-//! Reserved host memory: an anonymous mapping whose pages can be returned to the system. They are zeroed when
-//! they are mapped again.
+//! Reserved host memory: an anonymous mapping whose pages can be returned to the system. Pages are zeroed
+//! when they are mapped again.
 
 use std::any::Any;
 use std::ops::Range;

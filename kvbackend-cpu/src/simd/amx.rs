@@ -37,7 +37,7 @@ pub(crate) fn is_available() -> bool {
     })
 }
 
-/// Asks Linux for permission to use tiles, and returns whether it was granted. Linux saves tile state only
+/// Asks Linux for permission to use tiles, and returns whether Linux granted it. Linux saves tile state only
 /// for processes with this permission.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
