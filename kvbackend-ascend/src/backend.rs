@@ -62,8 +62,8 @@ impl AscendBackend {
         unsafe { AscendStorage::lent(&self.npu, address, bytes, owner) }
     }
 
-    /// Wraps an ACL stream that the caller created on this device. Operations are enqueued on it, in order
-    /// with the caller's own work. `owner` is dropped with the stream.
+    /// Wraps an ACL stream that the caller created on this device. Operations are enqueued on this stream, in
+    /// order with the caller's own work. `owner` is dropped with the stream.
     ///
     /// # Safety
     /// `stream` must be a stream of this device that lives as long as `owner`.

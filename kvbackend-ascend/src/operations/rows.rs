@@ -103,7 +103,7 @@ pub(super) fn scatter(work: &mut StepWork<'_, '_>, op: &Scatter) -> Result<()> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#fused-operators-are-used-where-they-fit
-/// Writes keys and values with the fused operator if the operator accepts them. Returns whether they were
+/// Writes keys and values with the fused operator if the operator accepts them. Returns whether the rows were
 /// written.
 fn put_both(
     work: &mut StepWork<'_, '_>,

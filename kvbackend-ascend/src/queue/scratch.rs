@@ -16,8 +16,9 @@ const PADDING: usize = 32;
 /// Minimum size of a block of scratch memory, in bytes.
 const LEAST: usize = 1 << 20;
 
-/// Scratch memory that a stream's graphs share, because their replays run one after another. It lives as long
-/// as one of the graphs holds it. Each block is listed with the address of the ACL stream whose work uses it.
+/// Scratch memory that a stream's graphs share, because their replays run one after another. The memory lives
+/// as long as one of the graphs holds it. Each block is listed with the address of the ACL stream whose work
+/// uses it.
 pub(super) type SharedScratch = Vec<(usize, Weak<dyn Storage>)>;
 
 /// A memory block from which an operation takes pieces for its intermediate results.

@@ -35,7 +35,7 @@ unsafe impl Send for AclStream {}
 // SAFETY: the same condition as for `Send`.
 unsafe impl Sync for AclStream {}
 
-/// Memory that dense steps borrow for activations. It becomes available again when the last view of it is
+/// Memory that dense steps borrow for activations. The memory becomes available again when its last view is
 /// dropped.
 pub(crate) type NpuActivations = LoanMemory<AscendStorage>;
 

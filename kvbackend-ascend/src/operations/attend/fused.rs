@@ -133,8 +133,8 @@ fn pages(operands: &AttentionOperands<'_>) -> Option<[Tensor; 2]> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#fused-operators-are-used-where-they-fit
-/// Computes attention with the fused operator if the operator supports the operation. Returns whether it was
-/// computed.
+/// Computes attention with the fused operator if the operator supports the operation. Returns whether the
+/// attention was computed.
 pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'_>) -> Result<bool> {
     let AttentionOperands { op, q, latent, out: wanted, lse: wanted_lse, planes, heads } = operands;
     let plain = latent.is_none() && op.softcap.is_none() && op.keys == KeyForm::Rotated;
