@@ -243,7 +243,7 @@ impl Shard {
         self.has_key(block) && own.word() == key.word() && own != key
     }
 
-    /// Sets the key of a held block that has none.
+    /// Sets the key of a held block that has no key.
     pub(super) fn set_key(&mut self, block: u32, key: BlockKey) {
         self.stage[block as usize] = BlockStage::Registered;
         self.meta[block as usize].key = key;

@@ -52,8 +52,8 @@ pub(super) struct ReservedMemory {
     parts: Vec<Arc<dyn ReservedStorage>>,
     /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
-    /// Locked while granules are mapped or released, so that no other call changes the number of resident
-    /// bytes between a call's two readings of it.
+    /// A lock held while granules are mapped or released, so that no other call changes the number of
+    /// resident bytes between a call's two readings of it.
     mapping: Mutex<()>,
 }
 
