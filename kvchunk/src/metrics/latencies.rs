@@ -49,7 +49,7 @@ impl LatencyHistogram {
 #[derive(Clone, Default, PartialEq, Serialize)]
 #[serde(into = "Summary")]
 pub struct Latencies {
-    /// `None` until the first duration is recorded.
+    /// The histogram, or `None` until the first duration is recorded.
     histogram: Option<Histogram<u64>>,
     sum: Duration,
     longest: Duration,

@@ -76,7 +76,7 @@ pub trait ReplicaTransport: fmt::Debug + Send + Sync {
 /// The memory that holds a replica's keys and values.
 #[derive(Debug, Clone)]
 pub struct ReplicaDevice {
-    /// The backend. It allocates host memory, as large as the piece, through which the bytes are transferred.
+    /// The backend. For a transfer through the host, it allocates host memory of the size of the piece.
     pub backend: Arc<dyn Backend>,
     /// The stream that orders the copies: the stream that writes and reads the arena, or a stream that is
     /// ordered with that stream by events.
