@@ -32,7 +32,7 @@ struct WorkQueue {
     items: Mutex<VecDeque<QueuedWork>>,
     enqueued: AtomicU64,
     done: AtomicU64,
-    /// Held while an item runs, so that two waiting threads never run items at the same time.
+    /// A lock that is held while an item runs, so that two waiting threads never run items at the same time.
     running: Mutex<()>,
 }
 

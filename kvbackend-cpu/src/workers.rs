@@ -23,7 +23,7 @@ pub(crate) struct Workers {
     /// Number of threads in the pool, including the caller.
     count: usize,
     threads: OnceLock<Vec<JoinHandle<()>>>,
-    /// Held while a job runs on several threads.
+    /// A lock that is held while a job runs on several threads.
     busy: Mutex<Judgement>,
 }
 

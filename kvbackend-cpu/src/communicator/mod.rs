@@ -66,7 +66,7 @@ pub struct ThreadCommunicator {
     rank: usize,
     ranks: usize,
     group: Arc<ThreadGroup>,
-    /// Held during a collective, because a rank takes part in only one collective at a time.
+    /// A lock that is held during a collective, because a rank takes part in only one collective at a time.
     turn: Mutex<()>,
 }
 
