@@ -20,7 +20,7 @@ const BYTES: sys::HcclDataType = sys::HCCL_DATA_TYPE_INT8;
 pub(super) struct CollectiveLine<'a> {
     pub(super) loaded: &'static HcclLibrary,
     pub(super) npu: &'a Arc<Npu>,
-    /// `None` if the rank is the only one in its group.
+    /// The rank's handle, or `None` if the rank is the only one in its group.
     pub(super) handle: Option<&'a RankHandle>,
     pub(super) stream: sys::aclrtStream,
     /// Memory that a collective needs besides its views. It must be kept until the work is done.

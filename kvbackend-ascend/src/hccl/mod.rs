@@ -80,7 +80,7 @@ pub struct HcclCommunicator {
     group: Arc<LocalRanks>,
     npu: Arc<Npu>,
     loaded: &'static HcclLibrary,
-    /// `None` if the rank is the only one in its group.
+    /// The rank's handle, or `None` if the rank is the only one in its group.
     handle: Option<RankHandle>,
     /// The stream on which HCCL runs. It is locked during a collective, and `None` after the group has
     /// failed.

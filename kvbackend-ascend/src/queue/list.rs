@@ -16,7 +16,7 @@ const KEPT: usize = 32;
 /// Memory for one list: a buffer that the host writes, and a buffer that operators read.
 #[derive(Debug)]
 pub(crate) struct ListMemory {
-    /// `None` for a list that is sent only once.
+    /// The buffer that the host writes, or `None` for a list that is sent only once.
     host: Option<AscendStorage>,
     device: AscendStorage,
 }
