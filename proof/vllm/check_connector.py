@@ -129,6 +129,7 @@ class Case:
         self.tokens = tokens
         self.system, self.question = self.text(21), self.text(9)
         self.documents = [self.text(40 + 13 * i) for i in range(4)]
+        self.decoys = [self.text(20), self.text(33)]
 
     def text(self, count: int) -> list[int]:
         return list(itertools.islice(self.tokens, count))
@@ -143,6 +144,7 @@ class Case:
             "chunk_lengths": [len(p) for p in parts],
             "chunk_mode": mode,
             "chunk_recompute": recompute,
+            "chunk_decoys": self.decoys,
             **changes,
         }
         extra = None if mode == "plain" else {"kv_transfer_params": params}
@@ -177,8 +179,13 @@ class Checks:
         parts, question = self.case.parts(order), self.case.question
         key = (mode, count, *map(tuple, parts), tuple(question))
         if key not in self.known:
-            of = {"alone": reference.alone, "with-system": reference.with_system, "plain": reference.plain}[mode]
-            self.known[key] = of(self.model, parts, question, count)
+            if mode in ("alone", "plain"):
+                of = {"alone": reference.alone, "plain": reference.plain}[mode]
+                self.known[key] = of(self.model, parts, question, count)
+            else:
+                decoys = self.case.decoys if mode == "behind:2" else []
+                before = [token for part in (parts[0], *decoys) for token in part]
+                self.known[key] = reference.after(self.model, before, parts, question, count)
         return self.known[key]
 
     def generate(self, host: Host, *asked):
@@ -189,7 +196,7 @@ class Checks:
 
     def orders(self, host: Host) -> None:
         for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 3, 1]):
-            for mode in ("alone", "with-system"):
+            for mode in ("alone", "with-system", "behind:2"):
                 before = host.counter("vllm:external_prefix_cache_hits")
                 (out,) = self.generate(host, self.case.prompt(order, mode))
                 self.same(f"{mode}, documents {order}", answer(out), self.expected(order, mode))
@@ -213,6 +220,8 @@ class Checks:
         self.same("linking every token is full attention", answer(out), self.expected([1, 2, 0], "plain"))
         (out,) = self.generate(host, self.case.prompt([1, 2, 0], "with-system", "link:1000"))
         self.same("so it is for chunks that saw the system prompt", answer(out), self.expected([1, 2, 0], "plain"))
+        (out,) = self.generate(host, self.case.prompt([1, 2, 0], "behind:2", "link:1000"))
+        self.same("and for chunks that saw decoys", answer(out), self.expected([1, 2, 0], "plain"))
         (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "link:0"))
         self.same("linking none is reuse as it is", answer(out), self.expected([1, 2, 0], "alone"))
         (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "question:1"))

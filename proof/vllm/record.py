@@ -116,6 +116,19 @@ def with_system(host: Host) -> None:
     host.ask("alone", [1, 0], **ALONE)
 
 
+def behind(host: Host) -> None:
+    decoys = [list(range(400, 420)), list(range(430, 445)), list(range(450, 475))]
+    host.ask("first", [0, 1], chunk_mode="behind:2", chunk_decoys=decoys)
+    # The third decoy is not seen, so everything is found.
+    host.ask("turned", [1, 0], chunk_mode="behind:2", chunk_decoys=decoys[:2])
+    host.ask("others", [1, 0], chunk_mode="behind:2", chunk_decoys=decoys[1:])
+    host.ask("with-system", [1, 0], chunk_mode="with-system")
+    host.ask("linked", [1, 0], chunk_mode="behind:2", chunk_decoys=decoys, chunk_recompute="link:8")
+    host.ask("few", [1, 0], chunk_mode="behind:4", chunk_decoys=decoys)
+    host.ask("too-long", [1, 0], chunk_mode="behind:1", chunk_decoys=[list(range(300, 500))])
+    host.ask("unknown", [1, 0], chunk_mode="behind:1", chunk_decoys=[[400, 512]])
+
+
 def link(host: Host) -> None:
     host.ask("first", [0, 1], chunk_recompute="link:8", **ALONE)
     host.ask("same", [0, 1], question=OTHER_QUESTION, chunk_recompute="link:8", **ALONE)
@@ -287,6 +300,7 @@ class Scenario:
 SCENARIOS = [
     Scenario(reordered),
     Scenario(with_system),
+    Scenario(behind),
     Scenario(link),
     Scenario(question),
     Scenario(together),

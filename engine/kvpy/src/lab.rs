@@ -58,6 +58,12 @@ pub(crate) fn note_questions(seed: u64, count: usize, notes: usize) -> PyResult<
     Ok(drawn.into_iter().map(NoteQuestion).collect())
 }
 
+/// Returns decoys: notes of the same form that do not contain the answer to any question.
+#[pyfunction]
+pub(crate) fn note_decoys() -> Vec<String> {
+    Texts::decoys()
+}
+
 /// Counts of right answers to questions that were answered twice: once with ordinary attention, once with
 /// reuse.
 #[pyclass(frozen, name = "Paired", eq, module = "kvcache")]

@@ -52,10 +52,12 @@ mod table;
 mod tensor;
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 /// Memory, keys and chunks for KV caches, and an engine that uses them.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("BUILT_IN_DECOYS", PyTuple::new(module.py(), kvengine::BUILT_IN_DECOYS)?)?;
     module.add("KvCacheError", module.py().get_type::<error::KvCacheError>())?;
     module.add_class::<arena::Arena>()?;
     module.add_class::<foreign::PyForeignCache>()?;
@@ -93,6 +95,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<managers::PyStorageMetrics>()?;
     module.add_class::<managers::PyStorageTierConfig>()?;
     module.add_function(wrap_pyfunction!(keys::key_root, module)?)?;
+    module.add_function(wrap_pyfunction!(lab::note_decoys, module)?)?;
     module.add_function(wrap_pyfunction!(lab::note_questions, module)?)?;
     module.add_function(wrap_pyfunction!(keys::prefix_keys, module)?)?;
     module.add_function(wrap_pyfunction!(keys::vllm_keys, module)?)?;

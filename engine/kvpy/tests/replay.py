@@ -57,7 +57,7 @@ class Runner(GPUModelRunner):
 def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     """Returns the parts of vLLM's configuration, and of its caches', that the connector reads."""
     text, spec = config["model"], config["spec"]
-    settings = SimpleNamespace(to_json_string=lambda: json.dumps(text), to_dict=lambda: text)
+    settings = SimpleNamespace(to_json_string=lambda: json.dumps(text), to_dict=lambda: text, vocab_size=text["vocab_size"])
     model = SimpleNamespace(hf_text_config=settings, max_model_len=config["max_model_len"], model="small", revision=None)
     layer = SimpleNamespace(isa="vec")
     vllm_config = SimpleNamespace(
@@ -285,5 +285,6 @@ class Replay:
         chosen = self.recomputer.chosen.get(tuple(request.prompt_token_ids), ())
         if again.startswith("question:") and float(again[9:]) > 0 and position in chosen:
             return everything
-        before = {"alone": 0, "with-system": system}.get(mode) if ":" not in mode else int(mode.split(":")[1])
-        return (*tokens[:before], *tokens[start : position + 1])
+        before = int(mode[5:]) if mode.startswith("sink:") else 0 if mode == "alone" else system
+        decoys = params["chunk_decoys"][: int(mode[7:])] if mode.startswith("behind:") else []
+        return (*tokens[:before], *(token for decoy in decoys for token in decoy), *tokens[start : position + 1])

@@ -18,21 +18,24 @@ def test_parts_are_cut_by_lengths_or_by_a_separator() -> None:
     by_separator = prompt.plan_of({"chunk_separator": [9, 8]}, tokens)
     by_lengths = prompt.plan_of({"chunk_lengths": [4, 3, 4]}, tokens)
     assert by_separator == by_lengths
-    assert (by_lengths.question_start, by_lengths.seen(), len(by_lengths.chunks)) == (11, 0, 2)
+    assert (by_lengths.question_start, by_lengths.before(tokens), len(by_lengths.chunks)) == (11, [], 2)
     assert prompt.plan_of({"something": 1}, tokens) is None and prompt.plan_of(None, tokens) is None
 
 
 def test_modes_determine_what_chunks_see_and_links_what_is_recomputed() -> None:
     def plan(mode: str, recompute: str = "none"):
         params = {"chunk_lengths": [3, 2, 4], "chunk_mode": mode, "chunk_recompute": recompute}
+        params["chunk_decoys"] = [[70, 71], [80], [90]]
         return prompt.plan_of(params, list(range(12)))
 
-    assert [plan(mode).seen() for mode in ("alone", "with-system", "sink:2", "sink:9")] == [0, 3, 2, 3]
+    seen = [plan(mode).before(range(12)) for mode in ("alone", "with-system", "sink:2", "sink:9", "behind:2")]
+    assert seen == [[], [0, 1, 2], [0, 1], [0, 1, 2], [0, 1, 2, 70, 71, 80]]
     runs = [(run.start, run.end) for run in plan("alone", "link:3").linked()]
     assert runs == [(3, 5), (5, 8)]
     assert [(run.start, run.end) for run in plan("with-system", "link:3").linked()] == [(5, 8)]
     assert plan("alone", "link:0").linked() == [] and plan("alone").linked() == []
-    assert [(run.start, run.end) for run in plan("sink:2").apart()] == [(3, 5), (5, 9)]
+    for mode in ("sink:2", "behind:1"):
+        assert [(run.start, run.end) for run in plan(mode).apart()] == [(3, 5), (5, 9)]
 
 
 def test_a_share_counts_all_chunks_but_is_taken_from_chunks_that_have_not_seen_everything() -> None:
@@ -56,6 +59,12 @@ def test_a_share_counts_all_chunks_but_is_taken_from_chunks_that_have_not_seen_e
         ({"chunk_mode": "alone"}, "either"),
         ({"chunk_lengths": [3, 4], "chunk_separator": [1]}, "either"),
         ({"chunk_lengths": [3, 4], "chunk_mode": "sink:0"}, "chunk_mode"),
+        ({"chunk_lengths": [3, 4], "chunk_mode": "behind:0"}, "chunk_mode"),
+        ({"chunk_lengths": [3, 4], "chunk_mode": "slots:4"}, "chunk_mode"),
+        ({"chunk_lengths": [3, 4], "chunk_mode": "behind:2", "chunk_decoys": [[1]]}, "behind:2 needs 2 chunk_decoys"),
+        ({"chunk_lengths": [3, 4], "chunk_mode": "behind:1"}, "there are 0"),
+        ({"chunk_lengths": [3, 4], "chunk_mode": "behind:1", "chunk_decoys": [[]]}, "none of them empty"),
+        ({"chunk_lengths": [3, 4], "chunk_mode": "behind:1", "chunk_decoys": ["a note"]}, "list of token IDs"),
         ({"chunk_lengths": [3, 4], "chunk_recompute": "link"}, "chunk_recompute"),
         ({"chunk_lengths": [3, 4], "chunk_recompute": "question:1.2"}, "chunk_recompute"),
         ({"chunk_separator": "##"}, "token IDs"),
@@ -71,5 +80,9 @@ def test_the_helper_tokenises_parts_separately() -> None:
     made = prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text], "be brief. ", ["one. ", "two. "], "which?", mode="with-system")
     assert made.kv_transfer_params == {"chunk_lengths": [10, 5, 5], "chunk_mode": "with-system", "chunk_recompute": "none"}
     assert bytes(made.token_ids) == b"be brief. one. two. which?"
+    decoys = ["three. ", "four. "]
+    made = prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text], "a", ["b"], "c", mode="behind:1", decoys=decoys)
+    assert [bytes(decoy).decode() for decoy in made.kv_transfer_params["chunk_decoys"]] == decoys
+    assert bytes(made.token_ids) == b"abc"
     with pytest.raises(prompt.ChunkRequestError):
         prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text], "a", [""], "b")

@@ -10,6 +10,7 @@
 """
 
 from ._native import (
+    BUILT_IN_DECOYS,
     LLM,
     Arena,
     AttendWork,
@@ -51,6 +52,7 @@ from ._native import (
 from .profiler import SimpleProfiler, TimingStats
 
 __all__ = [
+    "BUILT_IN_DECOYS",
     "LLM",
     "Arena",
     "AttendWork",

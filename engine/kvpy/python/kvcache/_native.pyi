@@ -12,6 +12,8 @@ class _SupportsDlpack(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
     def __dlpack_device__(self) -> tuple[Any, int]: ...
 
+BUILT_IN_DECOYS: tuple[str, ...]
+
 class KvCacheError(RuntimeError):
     """An error from kvcache. Its attributes are the numbers in the message, by name."""
 
@@ -732,6 +734,9 @@ class Paired:
     def loss(self) -> float: ...
     def at_most(self) -> float: ...
     def __eq__(self, value: object, /) -> bool: ...
+
+def note_decoys() -> list[str]:
+    """Returns decoys: notes of the same form that do not contain the answer to any question."""
 
 def note_questions(seed: int, count: int, notes: int) -> list[NoteQuestion]:
     """Draws ``count`` questions with ``notes`` notes each, from 2 to 20. Equal seeds give equal questions."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from .host import UnsupportedHostError
 from .prompt import ChunkRequestError, plan_of
+from .gate.questions import note_decoys
 from .gate.verdict import Limits, as_json, caution, judge, table
 
 WIDTH = 118
@@ -65,9 +67,11 @@ def parser() -> argparse.ArgumentParser:
     )
     check.add_argument(
         "--mode",
-        choices=("alone", "with-system"),
+        type=mode,
+        metavar="MODE",
         default="alone",
-        help="tokens that a chunk sees: only its own, or also the system prompt (default: alone)",
+        help="tokens that a chunk sees: only its own (alone), also the system prompt (with-system), or also the system prompt "
+        "and N decoys, which are notes of the same form (behind:N) (default: alone)",
     )
     check.add_argument(
         "--tolerance", type=float, default=2.0, metavar="POINTS", help="maximum loss, in right answers per hundred questions (default: 2)"
@@ -95,6 +99,15 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument("--host-memory", default="1GiB", metavar="SIZE", help="memory for chunks (default: 1GiB)")
     check.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
     return whole
+
+
+def mode(text: str) -> str:
+    if not re.fullmatch(r"alone|with-system|behind:[1-9]\d*", text):
+        raise argparse.ArgumentTypeError(f"{text} is not alone, with-system or behind:N")
+    most = len(note_decoys())
+    if text.startswith("behind:") and int(text[7:]) > most:
+        raise argparse.ArgumentTypeError(f"{text} needs more than the {most} decoys that there are")
+    return text
 
 
 def above_0(text: str) -> int:

@@ -54,9 +54,11 @@ class Chunks:
         requests: dict[str, Tracked],
     ) -> None:
         self.host, self.shape, self.roots, self.requests = host, shape, roots, requests
+        self.max_model_len = vllm_config.model_config.max_model_len
+        self.vocab_size = vllm_config.model_config.hf_text_config.vocab_size
         # With a sliding window, a chunk's rows depend on where it ends, so one chunk's piece must not be
         # found in another.
-        self.piece_tokens = vllm_config.model_config.max_model_len if shape.sliding else settings.max_chunk_tokens
+        self.piece_tokens = self.max_model_len if shape.sliding else settings.max_chunk_tokens
         self.no_recompute = no_recompute(vllm_config, shape)
         config = ChunkCacheConfig(
             max_chunks=min(settings.max_chunks, shape.num_blocks),
@@ -93,6 +95,15 @@ class Chunks:
             raise ChunkRequestError("chunks are supported only for text generated from text")
         if request.skip_reading_prefix_cache:
             raise ChunkRequestError("log-probabilities of the prompt need ordinary attention")
+        unknown = [token for token in plan.decoys if token >= self.vocab_size]
+        if unknown:
+            raise ChunkRequestError(f"chunk_decoys contains token {unknown[0]}, but the vocabulary has {self.vocab_size} tokens")
+        longest = len(plan.before(request.prompt_token_ids)) + max(chunk.tokens for chunk in plan.chunks)
+        if longest >= self.max_model_len:
+            raise ChunkRequestError(
+                f"a chunk with everything that it sees has {longest} tokens, but the model takes fewer than {self.max_model_len}; "
+                "use fewer or shorter chunk_decoys"
+            )
         if plan.recompute != "none" and self.no_recompute is not None:
             raise ChunkRequestError(f"{self.no_recompute}; use chunk_recompute none")
         return plan
@@ -130,11 +141,11 @@ class Chunks:
         """Holds a part, or starts the work that the part has to wait for. Returns False if there is no
         room for it.
         """
-        tokens, system = request.prompt_token_ids, state.plan.system
-        seen = state.plan.seen() if number > 0 else 0
-        mode = state.plan.mode if number > 0 else "alone"
+        tokens = request.prompt_token_ids
+        # The system prompt is a part too, computed alone.
+        mode, before = (state.plan.mode, state.plan.before(tokens)) if number > 0 else ("alone", [])
         own = tokens[part.start : part.end]
-        outcomes = self.cache.acquire(state.root, mode, tokens[: system.end], own, seen)
+        outcomes = self.cache.acquire(state.root, mode, before, own, len(before))
         is_first_try = not state.waiters.get(number)
         holds, missing, waiters, at = [], [], [], 0
         for piece in outcomes:
@@ -164,7 +175,7 @@ class Chunks:
             hold.release()
         if missing:
             state.computed += part.tokens
-            waiters.append(self._encode(request, state, tokens[system.start : system.start + seen], own, missing))
+            waiters.append(self._encode(request, state, before, own, missing))
         state.waiters[number] = waiters
         return True
 
@@ -323,7 +334,7 @@ def _mode_salt(request: Request, state: ChunkState) -> str:
     ends = [part.end for part in state.parts()]
     # The question chooses which keys and values are recomputed, so they are only valid for this question.
     question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_tokens() > 0 else []
-    what = json.dumps(["kvcache chunks v2", state.salt, plan.mode, plan.recompute, ends, question])
+    what = json.dumps(["kvcache chunks v2", state.salt, plan.mode, plan.recompute, ends, question, *plan.decoys])
     return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
 
 

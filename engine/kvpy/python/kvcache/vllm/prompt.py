@@ -7,7 +7,10 @@ A request names its parts in ``kv_transfer_params``, in Python as
 - ``chunk_separator``: instead, the IDs of the tokens that end the system prompt and each chunk. They are part
   of the text that they end.
 - ``chunk_mode``: the tokens that a chunk sees while it is computed: ``"alone"`` (only its own, the default),
-  ``"with-system"`` (also the system prompt) or ``"sink:K"`` (also the first K tokens of the system prompt).
+  ``"with-system"`` (also the system prompt), ``"sink:K"`` (also the first K tokens of the system prompt) or
+  ``"behind:N"`` (also the system prompt and the first N of ``chunk_decoys``).
+- ``chunk_decoys``: the token IDs of each decoy, for ``"behind:N"``. Decoys are not part of the prompt: only the
+  chunks see them, never the question.
 - ``chunk_recompute``: the tokens of chunks that are recomputed with everything before them in sight:
   ``"none"`` (the default), ``"link:K"`` (the first K of each chunk) or ``"question:R"`` (the share R of all
   chunk tokens, the ones that the question attends to most). The first chunk is not recomputed if it saw the
@@ -22,7 +25,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-NAMES = ("chunk_lengths", "chunk_separator", "chunk_mode", "chunk_recompute")
+from kvcache import BUILT_IN_DECOYS
+
+NAMES = ("chunk_lengths", "chunk_separator", "chunk_mode", "chunk_decoys", "chunk_recompute")
 
 
 class ChunkRequestError(ValueError):
@@ -49,18 +54,23 @@ class ChunkPlan:
     chunks: tuple[Part, ...]
     mode: str
     recompute: str
+    decoys: tuple[int, ...] = ()
+    """The tokens of the decoys that a chunk sees, one decoy after another."""
 
     @property
     def question_start(self) -> int:
         return self.chunks[-1].end
 
-    def seen(self) -> int:
-        """Returns the number of tokens of the system prompt that a chunk sees."""
+    def before(self, prompt: Sequence[int]) -> list[int]:
+        """Returns the tokens that a chunk sees before its own: tokens of the system prompt, then the
+        decoys.
+        """
+        system = self.system.tokens
         if self.mode == "alone":
-            return 0
-        if self.mode == "with-system":
-            return self.system.tokens
-        return min(int(self.mode.split(":")[1]), self.system.tokens)
+            system = 0
+        elif self.mode.startswith("sink:"):
+            system = min(int(self.mode.split(":")[1]), system)
+        return [*prompt[:system], *self.decoys]
 
     def apart(self) -> tuple[Part, ...]:
         """Returns the chunks that did not see everything before them when they were computed."""
@@ -94,8 +104,8 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
         return None
     mode = params.get("chunk_mode", "alone")
     recompute = params.get("chunk_recompute", "none")
-    if not (isinstance(mode, str) and re.fullmatch(r"alone|with-system|sink:[1-9]\d*", mode)):
-        raise ChunkRequestError(f"chunk_mode is {mode!r}; use 'alone', 'with-system' or 'sink:K'")
+    if not (isinstance(mode, str) and re.fullmatch(r"alone|with-system|(sink|behind):[1-9]\d*", mode)):
+        raise ChunkRequestError(f"chunk_mode is {mode!r}; use 'alone', 'with-system', 'sink:K' or 'behind:N'")
     if not (isinstance(recompute, str) and re.fullmatch(r"none|link:\d+|question:(0(\.\d+)?|1(\.0+)?)", recompute)):
         raise ChunkRequestError(
             f"chunk_recompute is {recompute!r}; use 'none', 'link:K' or 'question:R' with a fraction R from 0 to 1"
@@ -117,12 +127,29 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
     for length in lengths:
         parts.append(Part(start, start + length))
         start += length
-    return ChunkPlan(parts[0], tuple(parts[1:]), mode, recompute)
+    return ChunkPlan(parts[0], tuple(parts[1:]), mode, recompute, _seen_decoys(mode, params.get("chunk_decoys", ())))
+
+
+def _seen_decoys(mode: str, decoys: Any) -> tuple[int, ...]:
+    """Returns the tokens of the decoys that a chunk sees."""
+    if not (isinstance(decoys, (list, tuple)) and all(_are_tokens(decoy) for decoy in decoys)):
+        raise ChunkRequestError("chunk_decoys must be a list with a list of token IDs for each decoy, none of them empty")
+    if not mode.startswith("behind:"):
+        return ()
+    needed = int(mode.split(":")[1])
+    if len(decoys) < needed:
+        raise ChunkRequestError(f"{mode} needs {needed} chunk_decoys, and there are {len(decoys)}; pass more, or use a smaller number")
+    return tuple(token for decoy in decoys[:needed] for token in decoy)
+
+
+def _are_tokens(value: Any) -> bool:
+    """Returns true for a list of token IDs that is not empty."""
+    return isinstance(value, (list, tuple)) and len(value) > 0 and all(type(token) is int and token >= 0 for token in value)
 
 
 def _cut(prompt: Sequence[int], separator: Any) -> list[int]:
     """Returns the length of each part that ends with the separator."""
-    if not (isinstance(separator, (list, tuple)) and separator and all(type(t) is int for t in separator)):
+    if not _are_tokens(separator):
         raise ChunkRequestError("chunk_separator must be a list of token IDs")
     ends, width, at = [], len(separator), 0
     separator = list(separator)
@@ -165,9 +192,14 @@ class ChunkPrompt:
         *,
         mode: str = "alone",
         recompute: str = "none",
+        decoys: Sequence[str] = BUILT_IN_DECOYS,
     ) -> ChunkPrompt:
         """Tokenises the parts with ``encode``, such as ``lambda text: tokenizer.encode(text,
-        add_special_tokens=False)``."""
+        add_special_tokens=False)``.
+
+        ``decoys`` are texts for the mode ``behind:N``, by default built-in ones. Decoys of the same form as
+        the documents keep the most answers.
+        """
         parts = [list(encode(text)) for text in (system, *documents, question)]
         tokens = [token for part in parts for token in part]
         params = {
@@ -175,6 +207,8 @@ class ChunkPrompt:
             "chunk_mode": mode,
             "chunk_recompute": recompute,
         }
+        if mode.startswith("behind:"):
+            params["chunk_decoys"] = [list(encode(decoy)) for decoy in decoys]
         plan_of(params, tokens)
         return cls(tokens, params)
 

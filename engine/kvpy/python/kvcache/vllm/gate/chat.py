@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..prompt import ChunkPrompt
-from .questions import NoteQuestion
+from .questions import NoteQuestion, note_decoys
 
 # Ends the system prompt and each note. It counts as part of the text that it ends, so a note has the same
 # tokens wherever it is.
@@ -41,6 +41,7 @@ class Chat:
             f"{question.text}{self.after}",
             mode=mode,
             recompute=recompute,
+            decoys=[decoy + BORDER for decoy in note_decoys()],
         )
 
 

@@ -18,11 +18,11 @@ from .chat import Chat, end_tokens
 from .compare import Answer, compare
 from ..host import UnsupportedHostError, ropes_of
 from .local import LocalEngine, divergence
-from ..prompt import ChunkPrompt
+from ..prompt import ChunkPrompt, plan_of
 from .questions import NoteQuestion, note_questions
 from .verdict import ORDINARY, Finding, Row
 
-MODES = ("alone", "with-system")
+MODES = ("alone", "with-system", "behind:3")
 # The number of prompts to check for exactness, and the number of tokens in each answer.
 SAMPLES, COUNT = 2, 12
 MAX_LEN = 4096
@@ -125,11 +125,14 @@ def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
 
 def references(model: str, chat: Chat, asked: Sequence[NoteQuestion]) -> list[Expected]:
     """Computes answers with transformers, then frees its model."""
-    loaded, of = reference.load(model), {"alone": reference.alone, "with-system": reference.with_system}
-    out = []
+    loaded, out = reference.load(model), []
     for question in asked:
         parts, text = cut(chat.prompt(question, _order(question)))
-        chunks = {mode: of[mode](loaded, parts, text, COUNT) for mode in MODES}
+        chunks = {"alone": reference.alone(loaded, parts, text, COUNT)}
+        for mode in MODES[1:]:
+            prompt = chat.prompt(question, _order(question), mode)
+            before = plan_of(prompt.kv_transfer_params, prompt.token_ids).before(prompt.token_ids)
+            chunks[mode] = reference.after(loaded, before, parts, text, COUNT)
         out.append(Expected(question, chunks, reference.plain(loaded, parts, text, COUNT)))
     del loaded
     gc.collect()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from kvcache._native import NoteQuestion, note_questions
+from kvcache._native import NoteQuestion, note_decoys, note_questions
 
 MOST_NOTES = 20
 
-__all__ = ["NoteQuestion", "note_questions", "prose"]
+__all__ = ["NoteQuestion", "note_decoys", "note_questions", "prose"]
 
 
 def prose(seed: int) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The reference answers for reused chunks, computed by transformers in f32 on a CPU.
 
-``alone``: one pass in which a chunk attends only to itself. ``with-system``: two phases. Each chunk is
-computed right after the system prompt, and its keys are moved to its place; then the question is computed
-over all of them.
+``alone``: one pass in which a chunk attends only to itself. ``with-system`` and ``behind:N``: two phases. Each
+chunk is computed right after the system prompt, or after the system prompt and N decoys, and its keys are moved
+to its place; then the question is computed over the system prompt and all chunks.
 """
 
 from __future__ import annotations
@@ -110,8 +110,10 @@ def moved(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 @torch.no_grad()
-def with_system(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
-    """Returns greedy tokens and log-probabilities of the two-phase computation."""
+def after(model, before: list[int], parts: list[list[int]], question: list[int], count: int) -> Answer:
+    """Returns greedy tokens and log-probabilities of the two-phase computation. ``before`` are the tokens that
+    each chunk sees before its own.
+    """
     system = parts[0]
     merged = DynamicCache()
     rest(model, merged, 0, system, additive(windowed(model, len(system))))
@@ -119,13 +121,13 @@ def with_system(model, parts: list[list[int]], question: list[int], count: int) 
     probe = torch.zeros(1, 1, 1)
     for chunk in parts[1:]:
         own = DynamicCache()
-        both = [*system, *chunk]
+        both = [*before, *chunk]
         rest(model, own, 0, both, additive(windowed(model, len(both))))
-        cos, sin = rotary(probe, torch.tensor([[start - len(system)]]))
+        cos, sin = rotary(probe, torch.tensor([[start - len(before)]]))
         factor = float(rotary.attention_scaling)
         cos, sin = cos[0, 0] / factor, sin[0, 0] / factor
         for layer, kept in enumerate(own.layers):
-            keys, values = kept.keys[:, :, len(system) :], kept.values[:, :, len(system) :]
+            keys, values = kept.keys[:, :, len(before) :], kept.values[:, :, len(before) :]
             merged.update(moved(keys, cos, sin), values, layer)
         start += len(chunk)
     logs = rest(model, merged, start, question, additive(windowed(model, start + len(question))[start:]))
