@@ -144,7 +144,7 @@ fn main() -> Result<()> {
             ranks: None,
             replicas: None,
         };
-        // Looks up all parts. The inputs are the missing parts, with a slot for each token.
+        // Looks up all parts. The assembly's inputs are the missing parts, with a slot for each token.
         let assembly = assembler.assemble(&prompt)?;
         assert!(assembly.is_ready(), "no other request computes a piece of this prompt");
         let mut computed = 0;

@@ -85,7 +85,8 @@ fn main() -> Result<()> {
     let tensor = |shape: &[usize]| allocate_tensor(&backend, MemoryKind::Device, DType::F32, shape);
     let (src, dst) = (tensor(&[64, 32])?, tensor(&[32, 64])?);
     stream.copy_tensor(&CopyTensor { src: src.permute(&[1, 0])?, dst: dst.clone() })?;
-    // Operations are checked before they reach a backend: different shapes never reach `launch`.
+    // Operations are checked before they reach a backend, so a copy between different shapes never reaches
+    // `launch`.
     let refused = stream.copy_tensor(&CopyTensor { src, dst });
     println!(
         "rejected before the launch: {}",

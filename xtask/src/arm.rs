@@ -25,7 +25,7 @@ pub(crate) fn arm() -> Result {
     if let Err(missing) = require("`cargo xtask arm`", NEEDS) {
         return skip(&missing);
     }
-    // This build is used for nothing else: optimising the dependencies would take longer than the tests.
+    // No other task uses this build, and optimising its dependencies would take longer than the tests.
     let light = ["--config", "profile.dev.package.'*'.opt-level=1"];
     let mut command = cargo_command(&format!("test --target {TARGET} -p kvbackend-cpu --test fast"));
     command

@@ -52,7 +52,7 @@ pub fn cargo_program() -> std::ffi::OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-/// Runs a command. An error calls the command `name`.
+/// Runs a command. Errors refer to the command as `name`.
 pub fn run(command: &mut Command, name: &str) -> Result {
     match command.status() {
         Ok(status) if status.success() => Ok(()),

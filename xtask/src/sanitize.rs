@@ -32,9 +32,9 @@ const SOONEST: &str = "-p kvbackend-cpu -p kvconform --lib --test=fast --test=te
 /// The tests of a backend that loads its device's libraries at run time.
 const ASCEND: &str = "-p kvbackend-ascend --tests";
 
-/// Dependencies are hardly optimised, because this build is used for nothing else. The workspace's own crates
-/// are fully optimised: at level 1, the step took a third more processor time, because the property tests ran
-/// several times as long.
+/// Dependencies are hardly optimised: no other task uses this build, so optimising them would not pay off.
+/// The workspace's own crates are fully optimised: at level 1, the step took a third more processor time,
+/// because the property tests ran several times as long.
 const LIGHT: [&str; 2] = ["--config", "profile.release.package.'*'.opt-level=1"];
 
 /// Valgrind, which finds less than AddressSanitizer does.
@@ -99,8 +99,8 @@ fn address_sanitizer(args: &SanitizeArgs) -> Result {
     run(&mut command, "cargo +nightly test")
 }
 
-/// Finds reads and writes outside the heap, and uses of freed memory. Valgrind does not watch the stack, and
-/// it hides instructions that it does not support from programs that query the processor.
+/// Finds accesses outside of heap allocations, and uses of freed memory. Valgrind does not watch the stack,
+/// and it hides instructions that it does not support from programs that query the processor.
 fn valgrind(args: &SanitizeArgs) -> Result {
     let runner = format!("CARGO_TARGET_{}_RUNNER", host()?.to_uppercase().replace('-', "_"));
     let mut command = cargo_command("test");

@@ -89,8 +89,8 @@ impl Weights {
         Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() })
     }
 
-    /// Wraps tensors that the caller has read, such as `Q8_0` or `Q4_K` blocks, which safetensors lacks. If
-    /// several tensors have the same name, the last one is used.
+    /// Creates weights from tensors that the caller has already read, for example `Q8_0` or `Q4_K` blocks,
+    /// which safetensors files cannot contain. If several tensors have the same name, the last one is used.
     pub fn from_stored(tensors: impl IntoIterator<Item = StoredWeight>) -> Self {
         let tensors: BTreeMap<_, _> =
             tensors.into_iter().map(|tensor| (tensor.name().to_owned(), tensor)).collect();

@@ -129,7 +129,7 @@ impl PyPieceHold {
         Ok(PySegment(segment.at_offset(offset.map_err(CallError::from)?)))
     }
 
-    /// Releases the hold now.
+    /// Releases the hold on the piece now.
     fn release(&self) {
         drop(self.0.lock().take());
     }

@@ -43,7 +43,7 @@ pub(crate) struct RequestOutput {
     /// The text, without the stop string.
     text: String,
     token_ids: Vec<u32>,
-    /// `"stop"` or `"length"`.
+    /// The reason why the answer ended: `"stop"` or `"length"`.
     finish_reason: &'static str,
     num_prompt_tokens: usize,
     /// The number of prompt tokens whose keys and values were found in the cache.

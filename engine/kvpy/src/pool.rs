@@ -170,7 +170,7 @@ impl PySharedBlocks {
         Ok(numbers(self.0.lock().as_ref().ok_or_else(over)?.ids()))
     }
 
-    /// Releases the hold now.
+    /// Releases the hold on the blocks now.
     fn release(&self) {
         drop(self.0.lock().take());
     }

@@ -78,7 +78,7 @@ impl PyChunkedPrompt {
     }
 }
 
-/// The places of a prompt's parts.
+/// The positions and logical indices of a prompt's chunks and question.
 #[pyclass(frozen, name = "PositionPlan", get_all, module = "kvcache")]
 pub(crate) struct PyPositionPlan {
     chunks: Vec<PyChunkPlace>,

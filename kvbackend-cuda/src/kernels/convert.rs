@@ -23,7 +23,7 @@ const ANY: CudaKernel =
 /// Threads per block, as declared in `convert.cu`.
 const THREADS: u32 = 256;
 
-/// The maximum number of parts per launch.
+/// The maximum number of [`ConvertPart`]s per launch.
 const PARTS: usize = 4;
 
 /// A part of a launch, as declared in `convert.cu`.

@@ -22,7 +22,7 @@ const DEPTH: u64 = 4;
 /// The maximum number of axes outside the items of a tensor copy.
 const AXES: usize = 5;
 
-/// The maximum number of parts per launch.
+/// The maximum number of [`CopyPart`]s per launch.
 const PARTS: usize = 4;
 
 #[derive(Clone, Copy, Default, Pod, Zeroable)]

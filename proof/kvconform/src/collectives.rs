@@ -187,7 +187,8 @@ impl TestedRank<'_> {
         self.expect("a tensor from the rank before", &into, &Self::bytes(before, 2, dtype, n)?)
     }
 
-    /// The last rank receives two tensors of different sizes from every other rank, matched in order.
+    /// Every other rank sends two tensors of different sizes to the last rank, which receives them in the
+    /// same order.
     fn collects(self, dtype: DType, n: usize) -> Outcome {
         let (rank, last) = (self.of.rank(), self.of.ranks() - 1);
         if rank != last {

@@ -35,7 +35,7 @@ pub(super) struct Blend {
     layer: usize,
     scratch: ScratchBlocks,
     question: SequenceInput,
-    /// The findings from before the blend.
+    /// The findings that the strategy already has, to which the blend adds the deviations.
     found: Findings,
     /// The pieces that were computed up to the checkpoint, in order, each with its number of rows.
     kept: VecDeque<(KeptRows, usize)>,

@@ -1,4 +1,5 @@
-//! Admission: starts or restores waiting requests, and allocates slots for the first piece of each.
+//! Admission: starts or restores waiting requests, and allocates slots for the first tokens that each of them
+//! computes.
 
 use std::sync::Arc;
 

@@ -66,8 +66,8 @@ impl Model {
         Err(kvcore::Error::mismatch("arenas, one for each group of layers", expected, got).into())
     }
 
-    /// Returns the arena and the index of a layer. [`check_arenas`](Self::check_arenas) must have accepted
-    /// the device.
+    /// Returns the index of the arena that stores a layer, and the layer's index in this arena.
+    /// [`check_arenas`](Self::check_arenas) must have accepted the device.
     pub(super) fn place(&self, device: &ComputeDevice, index: usize) -> LayerPlace {
         let of = |(group, of): (usize, &LayerGroup)| {
             of.layers.binary_search(&index).ok().map(|layer| LayerPlace { group, layer })

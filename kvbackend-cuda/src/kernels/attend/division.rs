@@ -22,7 +22,7 @@ pub(super) fn part_bytes(op: &Attend) -> usize {
     op.q.shape()[1] * op.arena.layout().shape().v_dim * size_of::<f32>()
 }
 
-/// Collects records for one upload.
+/// The bytes of a plan's records, collected for a single upload.
 #[derive(Default)]
 pub(super) struct RecordBytes<'a> {
     pub(super) all: Vec<u8>,

@@ -19,7 +19,7 @@ const QUERIES: usize = 16;
 /// group of four logits.
 const TOKENS: usize = 4 * THREADS / QUERIES;
 
-/// The shape of a workgroup's work.
+/// The work of one workgroup, in heads, rows and tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Tiling {
     /// The number of query heads per workgroup. All of them read the same K head and V head.
@@ -34,7 +34,7 @@ pub(super) struct Tiling {
 }
 
 impl Tiling {
-    /// Chooses the shape for a call.
+    /// Chooses the work of each workgroup for a call.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the heads are too wide for the device's workgroup memory.

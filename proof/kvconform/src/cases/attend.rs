@@ -1,4 +1,4 @@
-//! Attention over segments.
+//! Cases for attention over segments.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Copies of whole blocks, plain and rotated.
+//! Cases for copies of whole blocks, plain and rotated.
 
 use std::sync::Arc;
 

@@ -160,7 +160,7 @@ pub(super) fn empty_segments_and_rows_that_see_nothing(b: &Bench) -> Outcome {
         entry(0..2, vec![nothing(), segment(&[1], 4, 5, 5), nothing(), segment(&[3, 6], 3, 9, 9)]),
         entry(2..3, vec![nothing(), nothing()]),
         entry(3..4, vec![]),
-        // No rows.
+        // An entry without rows.
         entry(5..5, vec![segment(&[1], 4, 0, 0), segment(&[2], 1, 4, 4)]),
     ];
     check(b, &AttendTrial::new(b, BlockOrder::TokenMajor, &at, batch)?, "empty segments")

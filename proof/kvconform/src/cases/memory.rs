@@ -1,4 +1,4 @@
-//! Allocation, and copies from and to the host.
+//! Cases for allocation, and for copies from and to the host.
 
 use kvcore::{DType, Error, MemoryKind, allocate_tensor};
 

@@ -1,4 +1,4 @@
-//! Attention over latents.
+//! Cases for attention over latents.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Streams and events.
+//! Cases for streams and events.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;

@@ -1,4 +1,4 @@
-//! RoPE applied to rows in place.
+//! Cases for RoPE, which is applied to rows in place.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Scatter and gather.
+//! Cases for scatter and gather.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Attention to selected tokens or blocks.
+//! Cases for attention to selected tokens or blocks.
 
 use kvcore::{Attend, AttendRows, BlockOrder, KvShape, Selection, SelectionUnit};
 

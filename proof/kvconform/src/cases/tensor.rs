@@ -7,7 +7,7 @@ use kvcore::{CopyTensor, DType, Dims, Error, MemoryKind, TensorView, allocate_te
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
 use crate::oracle;
 
-/// Returns all elements of `dst`'s storage after a copy, computed by indexing.
+/// Returns all elements that `dst`'s storage must have after a copy of `src` to `dst`, computed by indexing.
 fn copied(src: &TensorView, source: &[f32], dst: &TensorView, before: &[f32]) -> Vec<f32> {
     let mut after = before.to_vec();
     for (from, to) in oracle::elements(src).into_iter().zip(oracle::elements(dst)) {
