@@ -35,8 +35,8 @@ impl LayerBounds {
         self.pages
     }
 
-    /// Adds the bounds of blocks with these keys, `width` elements per token and `block_size` tokens per
-    /// block. The last block may be shorter.
+    /// Adds the bounds of the next blocks, whose keys are given with `width` elements per token. Each block
+    /// has `block_size` tokens, but the last may be shorter.
     pub(super) fn add(&mut self, keys: &[f32], width: usize, block_size: usize) {
         for page in keys.chunks((width * block_size).max(1)) {
             let at = self.least.len();
