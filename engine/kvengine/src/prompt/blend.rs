@@ -56,7 +56,7 @@ struct ChosenRows {
     batch: Vec<SequenceInput>,
     /// The number of chosen rows that have been computed to the end.
     done: usize,
-    /// The total number of rows in the pieces before the kept pieces, which need no more work.
+    /// The total number of rows in the pieces that are finished and no longer kept.
     passed: u32,
     /// The number of chunk tokens among the chosen rows.
     tokens: usize,

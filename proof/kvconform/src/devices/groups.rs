@@ -353,7 +353,7 @@ pub(super) fn a_lost_device_fails_its_group<R: GroupRig>(rig: &R, _: &dyn Driver
     Ok(())
 }
 
-/// Returns the results of two ranks.
+/// Returns the results of two ranks as an array, or a failure if there are not exactly two.
 fn pair<T>(results: Vec<T>) -> Outcome<[T; 2]> {
     results.try_into().map_err(|results: Vec<T>| Failure::new(format!("{} results", results.len())))
 }

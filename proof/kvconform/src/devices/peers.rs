@@ -1,4 +1,4 @@
-//! Copies between devices.
+//! Cases for copies between devices.
 
 use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, TensorView, allocate_tensor};
 
