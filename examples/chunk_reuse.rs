@@ -173,7 +173,8 @@ fn main() -> Result<()> {
         }
         assert_eq!((computed, reused), if number == 1 { (72, 0) } else { (0, 72) });
 
-        // The answer equals attention over keys rotated for these positions, although no stored key has moved.
+        // The answer equals attention over keys rotated for these positions, although no stored key has
+        // moved.
         let answer = device.attend(question[0], at, Arc::clone(held.segments()))?;
         let recomputed = recomputed(&device, &mut main, &prompt, at)?;
         let error = largest_difference(&answer, &recomputed);
@@ -182,7 +183,8 @@ fn main() -> Result<()> {
             "        attention matches attention over recomputed keys: the largest difference is {error:.0e}"
         );
 
-        // A kernel that does not read segments takes a copy: one run of blocks, with keys rotated for this prompt.
+        // A kernel that does not read segments takes a copy: one run of blocks, with keys rotated for this
+        // prompt.
         let copy = held.rotated_copy(KeyForm::Rotated, main.pool())?;
         copy.enqueue(device.backend.as_ref(), device.stream.as_ref(), &device.arena, &device.ropes)?;
         let answer = device.attend(question[0], at, [copy.segment_by_position()?].into())?;

@@ -2,7 +2,8 @@
 //!
 //! - `chunk_reuse`: documents reused in another order, and the attention over them.
 //! - `paged_decode`: decoding over a paged cache, with prefix sharing, a fork and a rollback.
-//! - `continuous_batching`: an engine in 200 lines, with shared prefixes, preemption, and drafts that are rolled back.
+//! - `continuous_batching`: an engine in 200 lines, with shared prefixes, preemption, and drafts that are
+//!   rolled back.
 //! - `own_backend`: a backend of your own, on one page.
 //!
 //! The library itself is empty.

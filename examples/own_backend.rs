@@ -1,7 +1,7 @@
 //! A backend of your own, on one page: `cargo run --release --example own_backend`.
 //!
-//! It adds a ledger of operations to the CPU backend. A backend for another device has the same four parts: memory, a
-//! stream, a `match` over operations in `launch`, and a list of missing features.
+//! It adds a ledger of operations to the CPU backend. A backend for another device has the same four parts:
+//! memory, a stream, a `match` over operations in `launch`, and a list of missing features.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

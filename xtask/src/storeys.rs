@@ -1,5 +1,5 @@
-//! The layers ("storeys") of the workspace: the library at the root, `engine/` on top of it, `proof/` on top of
-//! both, and `xtask` and `examples`, which nothing else may use.
+//! The layers ("storeys") of the workspace: the library at the root, `engine/` on top of it, `proof/` on top
+//! of both, and `xtask` and `examples`, which nothing else may use.
 
 use xtask::run::{Result, none_of, root};
 

@@ -189,9 +189,9 @@ impl PyChunkCacheManager {
     /// piece, in order, returns a `PieceHold`, a `ChunkReservation`, a `ChunkWaiter`, or `None` if there is
     /// no room. A long chunk has several pieces.
     ///
-    /// `mode` (`"alone"`, `"with-system"`, `"sink:K"` or `"behind:N"`) selects the tokens of `system` that the
-    /// chunk sees while it is computed. With `"behind:N"`, `system` must end with the decoys. `stored_start` is the position that the chunk's first key is rotated to when
-    /// it is stored.
+    /// `mode` (`"alone"`, `"with-system"`, `"sink:K"` or `"behind:N"`) selects the tokens of `system` that
+    /// the chunk sees while it is computed. With `"behind:N"`, `system` must end with the decoys.
+    /// `stored_start` is the position that the chunk's first key is rotated to when it is stored.
     fn acquire(
         &self,
         py: Python<'_>,

@@ -108,8 +108,8 @@ impl Blas {
         let (ldx, ldc, alpha) = (extent(stride)?, extent(apart)?, 1.0f32);
         // cuBLAS is column-major, so the matrix operand must be transposed, and the result comes out
         // transposed.
-        // SAFETY: the handle is alive, the addresses must point to device matrices of these shapes that live until
-        // the product is done, and both factors outlive the call on the host.
+        // SAFETY: the handle is alive, the addresses must point to device matrices of these shapes that live
+        // until the product is done, and both factors outlive the call on the host.
         let status = unsafe {
             sys::cublasGemmEx(
                 self.handle,
@@ -153,8 +153,8 @@ impl Blas {
             (cublasOperation_t::CUBLAS_OP_N, m)
         };
         let (one, zero) = (1.0f32, 0.0f32);
-        // SAFETY: the handle is alive, the addresses must point to device matrices of these shapes that live until
-        // the product is done, and both factors outlive the call on the host.
+        // SAFETY: the handle is alive, the addresses must point to device matrices of these shapes that live
+        // until the product is done, and both factors outlive the call on the host.
         let status = unsafe {
             sys::cublasSgemmStridedBatched(
                 self.handle,
