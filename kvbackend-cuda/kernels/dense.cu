@@ -20,7 +20,9 @@ struct TakeArgs {
     const uint32_t* rows;
     float* out;
     // The number of rows to take.
-    uint32_t count, pad;
+    uint32_t count;
+    // The factor to multiply the rows by.
+    float scale;
 };
 static_assert(sizeof(TakeArgs) == 56, "as in src/dense/steps.rs");
 
@@ -30,7 +32,7 @@ KV_KERNEL(dense_take, TakeArgs, THREADS) {
     for (uint32_t row = blockIdx.x; row < args.count; row += gridDim.x) {
         const int64_t from = args.rows[row];
         float* out = args.out + static_cast<int64_t>(row) * width;
-        for (uint32_t i = threadIdx.x; i < width; i += THREADS) out[i] = weight1(args.table, from, i);
+        for (uint32_t i = threadIdx.x; i < width; i += THREADS) out[i] = weight1(args.table, from, i) * args.scale;
     }
 }
 
@@ -74,6 +76,16 @@ KV_KERNEL(dense_gated, PairArgs, THREADS) {
     for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * THREADS + threadIdx.x; i < args.count; i += stride) {
         const float x = args.x[i];
         args.out[i] = x / (1.0f + expf(-x)) * args.y[i];
+    }
+}
+
+// gelu(x) * y, with the tanh approximation: x / 2 * (1 + tanh(u)) is x * sigmoid(2u).
+KV_KERNEL(dense_gated_gelu, PairArgs, THREADS) {
+    const uint64_t stride = static_cast<uint64_t>(gridDim.x) * THREADS;
+    for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * THREADS + threadIdx.x; i < args.count; i += stride) {
+        const float x = args.x[i];
+        const float u = 0.7978845608f * x * (1.0f + 0.044715f * x * x);
+        args.out[i] = x / (1.0f + expf(-2.0f * u)) * args.y[i];
     }
 }
 

@@ -50,16 +50,18 @@ fn sent(rows: &Arc<dyn Storage>, count: usize) -> Tensor {
 }
 
 impl AscendDenseSteps {
-    /// Returns the tokens' embeddings, `[tokens, width]`.
+    /// Returns the tokens' embeddings multiplied by `scale`, `[tokens, width]`.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if a token ID is outside the table, or a device error.
-    pub fn embed(&self, table: &AscendWeight, tokens: &[u32]) -> Result<TensorView> {
+    pub fn embed(&self, table: &AscendWeight, tokens: &[u32], scale: f32) -> Result<TensorView> {
         check_tokens(tokens, table.rows)?;
         let out = self.rows(&[tokens.len(), table.width])?;
         self.enqueue(&[&table.storage, out.storage()], |work| {
             let index = numbers(work, tokens, table.rows)?;
-            work.take_rows(&table.tensor(&[table.rows, table.width]), &index, &Tensor::of(&out)?)
+            let rows = Tensor::of(&out)?;
+            work.take_rows(&table.tensor(&[table.rows, table.width]), &index, &rows)?;
+            if scale == 1.0 { Ok(()) } else { work.scale(&rows, scale, &rows) }
         })?;
         Ok(out)
     }
@@ -179,6 +181,30 @@ impl AscendDenseSteps {
             let result = Tensor::of(&out)?;
             work.silu(&Tensor::of(gate)?, &result)?;
             work.mul(&result, &Tensor::of(up)?, &result)
+        })?;
+        Ok(out)
+    }
+
+    /// Returns `gelu(gate) ⊙ up`, with the tanh approximation of GELU: `gate/2 · (1 + tanh u) · up` with `u =
+    /// √(2/π) (gate + 0.044715 gate³)`.
+    ///
+    /// # Errors
+    /// Returns an error if the device fails.
+    pub fn gated_gelu(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
+        let out = self.rows(gate.shape())?;
+        self.enqueue(&[gate.storage(), up.storage(), out.storage()], |work| {
+            let (x, y) = (Tensor::of(gate)?, Tensor::of(&out)?);
+            let u = work.temporary(sys::ACL_FLOAT, gate.shape())?;
+            work.mul(&x, &x, &u)?;
+            work.mul(&u, &x, &u)?;
+            work.scale(&u, 0.044_715, &u)?;
+            work.add(&u, &x, &u)?;
+            work.scale(&u, (2.0 / std::f32::consts::PI).sqrt(), &u)?;
+            work.tanh(&u, &y)?;
+            work.mul(&y, &x, &y)?;
+            work.add(&y, &x, &y)?;
+            work.scale(&y, 0.5, &y)?;
+            work.mul(&y, &Tensor::of(up)?, &y)
         })?;
         Ok(out)
     }

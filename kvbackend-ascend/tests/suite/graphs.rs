@@ -133,7 +133,7 @@ fn dense_steps_join_a_capture() {
         let matrix = steps.weight(48, DIM, &floats(2, 48 * DIM)).unwrap();
         let norm = steps.weight(1, DIM, &floats(3, DIM)).unwrap();
         let pass = |tokens: &[u32]| -> kvcore::Result<TensorView> {
-            let x = steps.embed(&table, tokens)?;
+            let x = steps.embed(&table, tokens, 2.0)?;
             let x = steps.add(&x, &steps.rms_norm(&x, &norm, 1e-5)?)?;
             steps.project(&x, &matrix, None)
         };

@@ -31,7 +31,7 @@ struct TakeArgs {
     rows: u64,
     out: u64,
     count: u32,
-    pad: u32,
+    scale: f32,
 }
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -69,11 +69,11 @@ struct AddRowsArgs {
 }
 
 impl CudaSteps {
-    /// Returns the tokens' embeddings, `[tokens, width]`.
+    /// Returns the tokens' embeddings multiplied by `scale`, `[tokens, width]`.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if a token ID is outside the table, or a device error.
-    pub fn embed(&self, table: &CudaWeight, tokens: &[u32]) -> Result<TensorView> {
+    pub fn embed(&self, table: &CudaWeight, tokens: &[u32], scale: f32) -> Result<TensorView> {
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= table.rows) {
             return Err(Error::OutOfRange { what: "token", value: token.into(), limit: table.rows as i128 });
         }
@@ -83,7 +83,7 @@ impl CudaSteps {
             rows: 0,
             out: address(&out)?,
             count: narrow(tokens.len())?,
-            pad: 0,
+            scale,
         };
         self.enqueue(&[&table.storage, out.storage()], |to| {
             args.rows = to.tokens(tokens, table.rows)?;
@@ -118,7 +118,7 @@ impl CudaSteps {
         let out = self.rows(&shape)?;
         let table = WeightArgs::of_rows(address(&x)?, width)?;
         let args =
-            TakeArgs { table, rows: rows.address(), out: address(&out)?, count: narrow(count)?, pad: 0 };
+            TakeArgs { table, rows: rows.address(), out: address(&out)?, count: narrow(count)?, scale: 1.0 };
         self.enqueue(&[x.storage(), rows, out.storage()], |to| {
             to.launch(Launch::new(kernel("dense_take"), rows_grid(count), THREADS, 0, &args));
             Ok(())
@@ -163,6 +163,14 @@ impl CudaSteps {
     /// Returns [`Error::Mismatch`] if the shapes differ, or a device error.
     pub fn gated(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
         self.pair("dense_gated", gate, up)
+    }
+
+    /// Returns `gelu(gate) ⊙ up`, with the tanh approximation of GELU.
+    ///
+    /// # Errors
+    /// Returns the same errors as [`gated`](Self::gated).
+    pub fn gated_gelu(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
+        self.pair("dense_gated_gelu", gate, up)
     }
 
     /// Returns `x + y`.

@@ -169,11 +169,14 @@ fn embeddings_norms_gates_and_sums_equal_plain_loops() {
     for kind in KINDS {
         let (bytes, table) = stored(kind, 5, 256, 21);
         let there = steps.weight(kind, 5, 256, &bytes).unwrap();
-        let rows = steps.embed(&there, &[4, 0, 4]).unwrap();
         let expected: Vec<f64> = [4, 0, 4].iter().flat_map(|&t| table[t * 256..][..256].to_vec()).collect();
-        close(&read(&steps, &rows), &expected, 1e-7);
+        for scale in [1.0, 25.25] {
+            let rows = steps.embed(&there, &[4, 0, 4], scale).unwrap();
+            let expected: Vec<f64> = expected.iter().map(|x| x * f64::from(scale)).collect();
+            close(&read(&steps, &rows), &expected, 1e-7);
+        }
         assert!(matches!(
-            steps.embed(&there, &[5]),
+            steps.embed(&there, &[5], 1.0),
             Err(kvcore::Error::OutOfRange { value: 5, limit: 5, .. })
         ));
     }
@@ -183,6 +186,9 @@ fn embeddings_norms_gates_and_sums_equal_plain_loops() {
     close(&read(&steps, &steps.add(&x, &y).unwrap()), &pairs().map(|(a, b)| a + b).collect::<Vec<_>>(), 1e-6);
     let silu = pairs().map(|(a, b)| a / (1.0 + (-a).exp()) * b).collect::<Vec<_>>();
     close(&read(&steps, &steps.gated(&x, &y).unwrap()), &silu, 1e-6);
+    let tanh = |x: f64| ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3))).tanh();
+    let gelu = pairs().map(|(a, b)| a / 2.0 * (1.0 + tanh(a)) * b).collect::<Vec<_>>();
+    close(&read(&steps, &steps.gated_gelu(&x, &y).unwrap()), &gelu, 1e-6);
     assert!(read(&steps, &steps.zeros_like(&x).unwrap()).iter().all(|&x| x == 0.0));
 
     let weight = numbers(24, 100);
@@ -216,7 +222,7 @@ fn lists_of_many_steps_wait_side_by_side() {
     let Some(steps) = steps(LAZY) else { return };
     let table = numbers(61, 50 * 8);
     let there = steps.weight(StoredKind::F32, 50, 8, bytemuck::cast_slice(&table)).unwrap();
-    let rows: Vec<TensorView> = (0..50).map(|token| steps.embed(&there, &[token]).unwrap()).collect();
+    let rows: Vec<TensorView> = (0..50).map(|token| steps.embed(&there, &[token], 1.0).unwrap()).collect();
     for (token, row) in rows.iter().enumerate() {
         assert_eq!(read(&steps, row), &table[8 * token..][..8], "token {token}");
     }

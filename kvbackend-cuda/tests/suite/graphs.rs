@@ -51,7 +51,7 @@ fn dense_steps_join_a_capture() {
         let matrix = steps.weight(StoredKind::F32, 48, DIM, &floats(2, 48 * DIM)).unwrap();
         let norm = steps.weight(StoredKind::F32, 1, DIM, &floats(3, DIM)).unwrap();
         let pass = |tokens: &[u32]| -> kvcore::Result<TensorView> {
-            let x = steps.embed(&table, tokens)?;
+            let x = steps.embed(&table, tokens, 1.0)?;
             let x = steps.add(&x, &steps.rms_norm(&x, &norm, 1e-5)?)?;
             steps.project(&x, &matrix, None)
         };
@@ -104,7 +104,7 @@ fn graphs_of_a_stream_share_the_memory_between_their_kernels() {
         let mut logits = None;
         let graph = stream.capture(inputs, &mut || {
             CudaSteps::order(stream.as_ref(), steps.stream())?;
-            let x = steps.embed(&table, &inputs.tokens)?;
+            let x = steps.embed(&table, &inputs.tokens, 2.0)?;
             let x = steps.add(&x, &x)?;
             logits = Some(steps.project(&x, &table, None)?);
             CudaSteps::order(steps.stream(), stream.as_ref())

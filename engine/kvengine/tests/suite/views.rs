@@ -10,7 +10,8 @@ use kvchunk::{Recompute, ReuseCell};
 use kvcore::{Backend, DType, KeyForm, MemoryKind, Storage, Stream, TensorView, allocate_tensor};
 use kvengine::{Engine, EngineConfig, Generation, PromptTokens, Request};
 use kvmodel::dense::{
-    Activation, AttentionInput, Border, BorderExtents, Dense, RowIndex, StoredWeight, Weight, WeightUse,
+    Activation, AttentionInput, Border, BorderExtents, Dense, GateActivation, RowIndex, StoredWeight, Weight,
+    WeightUse,
 };
 use kvmodel::{Model, Result, WeightFormat};
 use rstest::rstest;
@@ -112,7 +113,8 @@ impl Dense for Views {
         self.stream.write(&view, &bytes)?;
         Ok(RowIndex::on_device(Arc::clone(view.storage()), rows.len()))
     }
-    fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation> {
+    fn embed(&self, table: &dyn Weight, tokens: &[u32], scale: f32) -> Result<Activation> {
+        assert_eq!(scale, 1.0);
         let Numbers { values, width, .. } = numbers(table);
         let rows = tokens.iter().flat_map(|&token| &values[token as usize * width..][..*width]);
         self.rows(&[tokens.len(), *width], &rows.copied().collect::<Vec<_>>())
@@ -152,7 +154,8 @@ impl Dense for Views {
         }
         self.with_last(x, b, &y)
     }
-    fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation> {
+    fn gated(&self, activation: GateActivation, gate: &Activation, up: &Activation) -> Result<Activation> {
+        assert_eq!(activation, GateActivation::Silu);
         let (a, b) = (self.values(gate)?, self.values(up)?);
         let y: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a / (1.0 + (-a).exp()) * b).collect();
         self.rows(gate.shape(), &y)

@@ -7,6 +7,7 @@ use serde_json::Value;
 use crate::error::{Error, Result};
 
 mod deepseek;
+mod gemma3;
 mod quantised;
 mod rope;
 mod window;
@@ -24,6 +25,10 @@ pub enum Family {
     Qwen2,
     /// Qwen3: with a norm over each head of q and k.
     Qwen3,
+    /// Gemma 3, without images: most layers have a sliding window and a rotary embedding of their own. Has a norm
+    /// over each head of q and k, norms before and after attention and the feed-forward layer, GELU gates,
+    /// and scaled embeddings.
+    Gemma3,
     /// DeepSeek-V3: with latent attention and routed experts. The layers that predict several tokens at once
     /// are ignored.
     DeepSeekV3,
@@ -70,6 +75,12 @@ pub struct ModelConfig {
     /// The maximum number of positions per request: the model's own limit, or the larger one that its RoPE
     /// scaling allows.
     pub max_positions: usize,
+    /// The factor for embeddings, if they are scaled.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub embedding_scale: Option<f32>,
+    /// True if the files store each norm factor minus 1. GGUF files store the factors themselves.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub shifted_norms: bool,
     /// True if the output head shares the embedding matrix.
     pub tied_head: bool,
     /// True if the q, k and v projections have biases.
@@ -102,6 +113,7 @@ struct Raw {
     #[serde(default)]
     mlp_bias: bool,
     hidden_act: Option<String>,
+    hidden_activation: Option<String>,
     #[serde(default)]
     eos_token_id: Value,
 }
@@ -149,6 +161,8 @@ impl ModelConfig {
             softmax_scale: 1.0 / (HEAD_DIM as f32).sqrt(),
             rms_norm_eps: 1e-5,
             max_positions: 8192,
+            embedding_scale: None,
+            shifted_norms: false,
             tied_head: true,
             qkv_bias: false,
             output_bias: false,
@@ -171,12 +185,16 @@ impl ModelConfig {
     /// # Errors
     /// Returns [`Error::Config`], with the field and its value, if the config is invalid or not supported.
     pub fn from_json(text: &str) -> Result<Self> {
-        let json: Value = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
+        let mut json: Value = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
         refuse_other_positions(&json)?;
         quantised::refuse(&json)?;
         let family = family(&json)?;
+        let gemma = family == Family::Gemma3;
+        if gemma {
+            json = gemma3::complete(&json)?;
+        }
         let raw = Raw::deserialize(&json).map_err(|e| Error::Config(e.to_string()))?;
-        let kv_heads = raw.check()?;
+        let kv_heads = raw.check(family)?;
         let (latent, experts) = match family {
             Family::DeepSeekV3 => (Some(LatentConfig::read(&json)?), Some(ExpertsConfig::read(&json)?)),
             _ => (None, None),
@@ -211,7 +229,7 @@ impl ModelConfig {
             })
             .collect::<Result<Vec<_>>>()?;
         let limit = |layer: &LayerConfig| layer.rope.max_positions(raw.max_position_embeddings);
-        let scale = 1.0 / (head_dim as f64).sqrt();
+        let scalar = if gemma { gemma3::query_scalar(&json)? } else { head_dim as f64 };
         let softmax_factor = latent.map_or(1.0, |_| rope::softmax_factor(&json));
         let biased = raw.attention_bias && family != Family::Mistral;
         Ok(Self {
@@ -226,8 +244,10 @@ impl ModelConfig {
             head_dim,
             latent,
             experts,
-            softmax_scale: (scale * softmax_factor) as f32,
+            softmax_scale: (softmax_factor / scalar.sqrt()) as f32,
             rms_norm_eps: raw.rms_norm_eps,
+            embedding_scale: gemma.then(|| gemma3::embedding_scale(&json, raw.hidden_size)),
+            shifted_norms: gemma,
             tied_head: raw.tie_word_embeddings,
             qkv_bias: biased || family == Family::Qwen2,
             output_bias: biased && family != Family::Qwen2,
@@ -275,9 +295,13 @@ fn token_ids(value: &Value) -> Result<Vec<u32>> {
 
 impl Raw {
     /// Checks the activation function and the sizes. Returns the number of key/value heads.
-    fn check(&self) -> Result<usize> {
-        if let Some(act) = self.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
-            return bad(format!("hidden_act {act:?} is not supported (only silu is)"));
+    fn check(&self, family: Family) -> Result<usize> {
+        let (field, given, known) = match family {
+            Family::Gemma3 => ("hidden_activation", &self.hidden_activation, &["gelu_pytorch_tanh"][..]),
+            _ => ("hidden_act", &self.hidden_act, &["silu", "swish"][..]),
+        };
+        if let Some(act) = given.as_deref().filter(|act| !known.contains(act)) {
+            return bad(format!("{field} {act:?} is not supported (only {} is)", known[0]));
         }
         let (heads, kv_heads) =
             (self.num_attention_heads, self.num_key_value_heads.unwrap_or(self.num_attention_heads));
@@ -314,9 +338,16 @@ fn family(json: &Value) -> Result<Family> {
         "qwen2" => Family::Qwen2,
         "qwen3" => Family::Qwen3,
         "deepseek_v3" => Family::DeepSeekV3,
+        "gemma3_text" => Family::Gemma3,
+        "gemma3" => {
+            return bad(
+                "model_type \"gemma3\": models with images are not supported (gemma3_text is)".to_owned()
+            );
+        }
         other => {
             return bad(format!(
-                "model_type {other:?} is not supported (supported: llama, mistral, qwen2, qwen3 and deepseek_v3)"
+                "model_type {other:?} is not supported (supported: llama, mistral, qwen2, qwen3, gemma3_text and \
+                 deepseek_v3)"
             ));
         }
     })

@@ -8,9 +8,9 @@ use crate::error::Result;
 /// The supported layer types.
 pub(super) const LAYER_TYPES: [&str; 2] = [FULL, SLIDING];
 /// The layer type with full attention.
-const FULL: &str = "full_attention";
+pub(super) const FULL: &str = "full_attention";
 /// The layer type with a sliding window.
-const SLIDING: &str = "sliding_attention";
+pub(super) const SLIDING: &str = "sliding_attention";
 
 // Decision: docs/decisions/models.md#a-missing-sliding_window-means-transformers-default
 /// transformers' default window, for a config that does not specify one.
@@ -31,7 +31,8 @@ pub(super) fn windows(
     let slides = |layer: usize| match family {
         Family::Mistral => true,
         Family::Qwen2 | Family::Qwen3 => layer as u64 >= full_layers,
-        Family::Llama | Family::DeepSeekV3 => false,
+        // Gemma 3's config has been completed with layer types.
+        Family::Llama | Family::DeepSeekV3 | Family::Gemma3 => false,
     };
     let of_layer = |layer: usize| match (types.as_ref().map(|types| types[layer]), window) {
         (Some(SLIDING), None) => {
@@ -48,7 +49,7 @@ pub(super) fn windows(
 /// windows. If the field is missing, transformers' default applies; `null` means that there is no window.
 fn window(json: &Value, family: Family) -> Result<Option<usize>> {
     let in_use = match family {
-        Family::Mistral => true,
+        Family::Mistral | Family::Gemma3 => true,
         Family::Qwen2 | Family::Qwen3 => {
             json.get("use_sliding_window").and_then(Value::as_bool).unwrap_or(false)
         }
@@ -57,7 +58,7 @@ fn window(json: &Value, family: Family) -> Result<Option<usize>> {
     match json.get("sliding_window") {
         _ if !in_use => Ok(None),
         None => Ok(Some(DEFAULT_WINDOW as usize)),
-        Some(Value::Null) => Ok(None),
+        Some(Value::Null) if family != Family::Gemma3 => Ok(None),
         Some(value) => match value.as_u64() {
             None | Some(0) => bad(format!("sliding_window {value} is not a positive number")),
             Some(window) => Ok(Some(window as usize)),

@@ -1,8 +1,8 @@
-//! The dense steps on a device: weights and activations stay in its memory, and only token IDs and logits are
-//! transferred.
+//! The dense steps on a device: weights and activations stay in the device's memory, and only token IDs and
+//! logits are transferred.
 //!
 //! Each backend has a type whose methods have the same names as the methods of [`Dense`](super::Dense). The
-//! macro implements `Dense` by calling these methods.
+//! macro in this file implements `Dense` by calling these methods.
 
 /// Implements [`Dense`](super::Dense) on top of a backend's steps. `place` must be a function that uploads a
 /// weight to the device.
@@ -19,8 +19,8 @@ macro_rules! device_dense {
         use kvcore::{Backend, Stream, TensorView};
 
         use super::{
-            Activation, AttentionInput, Border, BorderExtents, Dense, RowIndex, StoredWeight, Weight, WeightFormat,
-            WeightUse,
+            Activation, AttentionInput, Border, BorderExtents, Dense, GateActivation, RowIndex, StoredWeight, Weight,
+            WeightFormat, WeightUse,
         };
         use crate::error::{Error, Result, WeightProblem};
 
@@ -116,8 +116,8 @@ macro_rules! device_dense {
                 true
             }
 
-            fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation> {
-                Self::activation(self.steps.embed(&held(table)?.held, tokens))
+            fn embed(&self, table: &dyn Weight, tokens: &[u32], scale: f32) -> Result<Activation> {
+                Self::activation(self.steps.embed(&held(table)?.held, tokens, scale))
             }
 
             fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation> {
@@ -134,8 +134,17 @@ macro_rules! device_dense {
                 Self::activation(self.steps.by_head(rows_of(x)?, &matrices.held, matrices.transposed))
             }
 
-            fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation> {
-                Self::activation(self.steps.gated(rows_of(gate)?, rows_of(up)?))
+            fn gated(
+                &self,
+                activation: GateActivation,
+                gate: &Activation,
+                up: &Activation,
+            ) -> Result<Activation> {
+                let (gate, up) = (rows_of(gate)?, rows_of(up)?);
+                Self::activation(match activation {
+                    GateActivation::Silu => self.steps.gated(gate, up),
+                    GateActivation::GeluTanh => self.steps.gated_gelu(gate, up),
+                })
             }
 
             fn add(&self, x: &Activation, y: &Activation) -> Result<Activation> {
@@ -180,7 +189,7 @@ macro_rules! device_dense {
             }
         }
 
-        /// The border on a device: a view is the activation itself, and events order the steps' stream and
+        /// A border on a device. Each view is the activation itself, and events order the steps' stream and
         /// the operations' stream.
         #[derive(Debug)]
         struct DeviceBorder {
@@ -201,7 +210,8 @@ macro_rules! device_dense {
             }
 
             fn precede(&mut self, stream: &dyn Stream) -> Result<()> {
-                // Queries, keys and values are lent one after another, with no step in between.
+                // Queries, keys and values are lent with no step in between, so only the first of these calls
+                // orders the streams.
                 let steps = self.steps.enqueued();
                 if self.ordered != Some(steps) {
                     <$steps>::order(self.steps.stream(), stream)?;

@@ -71,6 +71,15 @@ pub enum WeightUse {
     ByHeadTransposed,
 }
 
+/// The activation function of a gated feed-forward layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GateActivation {
+    /// `x · sigmoid(x)`.
+    Silu,
+    /// GELU in its tanh approximation: `x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))`.
+    GeluTanh,
+}
+
 /// A weight in an implementation's own form.
 pub trait Weight: fmt::Debug + Send + Sync {
     /// Returns the size of this weight's own memory in bytes, or 0 if it shares another weight's memory.
@@ -126,8 +135,9 @@ pub trait Dense: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Returns the embeddings of tokens, `[tokens, width]`. The table must have a row for each token.
-    fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation>;
+    /// Returns the embeddings of tokens, multiplied by `scale`, `[tokens, width]`. The table must have a row
+    /// for each token.
+    fn embed(&self, table: &dyn Weight, tokens: &[u32], scale: f32) -> Result<Activation>;
 
     /// Returns `x / √(mean(x²) + eps) · weight`, normalised over the last axis of rows or heads.
     fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation>;
@@ -138,8 +148,8 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Multiplies each head of `[rows, heads, a]` by its own matrix. Returns `[rows, heads, b]`.
     fn by_head(&self, x: &Activation, matrices: &dyn Weight) -> Result<Activation>;
 
-    /// Returns `silu(gate) ⊙ up`.
-    fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation>;
+    /// Returns `activation(gate) ⊙ up`.
+    fn gated(&self, activation: GateActivation, gate: &Activation, up: &Activation) -> Result<Activation>;
 
     /// Returns `x + y`.
     fn add(&self, x: &Activation, y: &Activation) -> Result<Activation>;

@@ -19,8 +19,19 @@ const NEEDED: [(&str, &str); 5] = [
 
 /// Optional integer fields, which have defaults: each one's GGUF name, without the architecture's prefix,
 /// and its config.json name.
-const OPTIONAL: [(&str, &str); 2] =
-    [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
+const OPTIONAL: [(&str, &str); 4] = [
+    ("attention.head_count_kv", "num_key_value_heads"),
+    ("attention.key_length", "head_dim"),
+    ("attention.sliding_window", "sliding_window"),
+    ("attention.sliding_window_pattern", "sliding_window_pattern"),
+];
+
+/// Optional numeric fields: each one's GGUF name, without the architecture's prefix, and its config.json name.
+const REALS: [(&str, &str); 3] = [
+    ("rope.freq_base_swa", "rope_local_base_freq"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+];
 
 /// GGUF fields with numbers for the rotary embedding, each with the name that the rotary embedding's errors
 /// use for it.
@@ -30,16 +41,19 @@ const ROPE: [(&str, &str); 3] = [
     ("rope.scaling.original_context_length", "original_max_position"),
 ];
 
+/// The name of Gemma 3's architecture.
+const GEMMA3: &str = "gemma3";
+
 /// Converts the fields of a file to a config.
 pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     let architecture = required("general.architecture", header.text("general.architecture")?)?;
     let name = |field: &str| format!("{architecture}.{field}");
     let whole = |field: &str| header.whole(&name(field));
     let needed = |field: &str| required(&name(field), whole(field)?);
-    if !["llama", "qwen2", "qwen3"].contains(&architecture) {
+    if !["llama", "qwen2", "qwen3", GEMMA3].contains(&architecture) {
         return wrong(format!(
-            "architecture {architecture:?} is not supported (supported: llama, which mistral models are stored as, qwen2 \
-             and qwen3)"
+            "architecture {architecture:?} is not supported (supported: llama, which mistral models are stored as, qwen2, \
+             qwen3 and gemma3)"
         ));
     }
     if whole("expert_count")?.is_some_and(|experts| experts > 0) {
@@ -69,7 +83,7 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     }
     let eps = name("attention.layer_norm_rms_epsilon");
     let mut config = json!({
-        "model_type": architecture,
+        "model_type": if architecture == GEMMA3 { "gemma3_text" } else { architecture },
         "vocab_size": vocabulary,
         "rms_norm_eps": required(&eps, header.real(&eps)?)?,
         "tie_word_embeddings": !header.has("output.weight"),
@@ -85,10 +99,23 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     for (field, own) in OPTIONAL {
         config[own] = json!(whole(field)?);
     }
-    ModelConfig::from_json(&config.to_string()).map_err(|error| match error {
+    for (field, own) in REALS {
+        config[own] = json!(header.real(&name(field))?);
+    }
+    if architecture == GEMMA3 {
+        needed("attention.sliding_window")?;
+        // No field specifies the scale of queries. As in llama.cpp, the number of layers identifies the only
+        // model in which it does not depend on the width of a head.
+        config["query_pre_attn_scalar"] = match needed("block_count")? {
+            62 => json!(derived),
+            _ => config["head_dim"].clone(),
+        };
+    }
+    let config = ModelConfig::from_json(&config.to_string()).map_err(|error| match error {
         Error::Config(reason) => GgufFailure::Wrong(in_fields(&reason, architecture)),
         other => other.into(),
-    })
+    })?;
+    Ok(ModelConfig { shifted_norms: false, ..config })
 }
 
 /// Returns the text of a config error, with the GGUF file's field names in place of config.json's.
@@ -96,7 +123,7 @@ fn in_fields(reason: &str, architecture: &str) -> String {
     let in_word = |c: char| c.is_alphanumeric() || c == '_';
     let renamed = |part: &str| {
         let word = part.trim_end_matches(|c| !in_word(c));
-        let mut known = NEEDED.iter().chain(&OPTIONAL).chain(&ROPE);
+        let mut known = NEEDED.iter().chain(&OPTIONAL).chain(&REALS).chain(&ROPE);
         let field = known.find(|(_, own)| *own == word).map(|(field, _)| format!("{architecture}.{field}"));
         field.map_or_else(|| part.to_owned(), |field| field + &part[word.len()..])
     };

@@ -272,6 +272,19 @@ impl Header {
         })
     }
 
+    pub(super) fn reals(&self, name: &str) -> Result<Option<Vec<f64>>, GgufFailure> {
+        self.of_kind(name, "list of finite numbers", |value| match value {
+            FieldValue::List(list) => list
+                .iter()
+                .map(|value| match *value {
+                    FieldValue::Real(x) => Some(x).filter(|x| x.is_finite()),
+                    _ => None,
+                })
+                .collect(),
+            _ => None,
+        })
+    }
+
     /// Returns true if the file has a tensor.
     pub(super) fn has(&self, tensor: &str) -> bool {
         self.tensors.iter().any(|place| place.name == tensor)

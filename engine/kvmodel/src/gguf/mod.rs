@@ -24,6 +24,7 @@ mod config;
 mod failure;
 mod fields;
 mod places;
+mod scores;
 mod tensors;
 mod tokenizer;
 
@@ -48,17 +49,6 @@ pub(crate) fn load(
         let reason = match failure {
             GgufFailure::Io(source) => return Error::Io { path: path.to_owned(), source },
             GgufFailure::Wrong(reason) | GgufFailure::Other(Error::Config(reason)) => reason,
-            GgufFailure::Other(Error::Weight { name, problem }) => {
-                let name = tensors::name_in_file(&name);
-                match problem {
-                    WeightProblem::Shape { expected, got } => {
-                        format!(
-                            "tensor {name:?} has shape {got:?}, but the fields require {expected:?}; {AGAIN}"
-                        )
-                    }
-                    problem => format!("tensor {name:?} {problem}; {AGAIN}"),
-                }
-            }
             GgufFailure::Other(Error::Tokenizer(reason)) => format!("the tokenizer in its fields: {reason}"),
             GgufFailure::Other(error) => return error,
         };
@@ -78,6 +68,20 @@ fn read(
     let mut config = config::config(&header)?;
     let codec = tokenizer::codec(&header, path)?;
     let mapped = SharedBytes::map(&file).map_err(GgufFailure::Io)?;
-    let weights = tensors::weights(&header, &mut config, &mapped, progress)?;
-    Ok((Model::with_dense(config, weights, format, dense)?, codec))
+    let family = config.family;
+    let weights = tensors::weights(&header, &mut config, &mapped, progress);
+    let model = weights.and_then(|weights| Ok(Model::with_dense(config, weights, format, dense)?));
+    let model = model.map_err(|failure| match failure {
+        GgufFailure::Other(Error::Weight { name, problem }) => {
+            let name = tensors::name_in_file(&name, family);
+            GgufFailure::Wrong(match problem {
+                WeightProblem::Shape { expected, got } => {
+                    format!("tensor {name:?} has shape {got:?}, but the fields require {expected:?}; {AGAIN}")
+                }
+                problem => format!("tensor {name:?} {problem}; {AGAIN}"),
+            })
+        }
+        other => other,
+    })?;
+    Ok((model, codec))
 }

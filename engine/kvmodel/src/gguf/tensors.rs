@@ -21,7 +21,7 @@ const WHOLE: [(&str, &str); 3] = [
 
 /// The parts of a layer: their names in the file, and their names after `model.layers.N` in a Hugging
 /// Face model.
-const PARTS: [(&str, &str); 11] = [
+const PARTS: [(&str, &str); 10] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
     ("attn_k", "self_attn.k_proj"),
@@ -29,29 +29,41 @@ const PARTS: [(&str, &str); 11] = [
     ("attn_output", "self_attn.o_proj"),
     ("attn_q_norm", "self_attn.q_norm"),
     ("attn_k_norm", "self_attn.k_norm"),
-    ("ffn_norm", "post_attention_layernorm"),
     ("ffn_gate", "mlp.gate_proj"),
     ("ffn_up", "mlp.up_proj"),
     ("ffn_down", "mlp.down_proj"),
 ];
 
-/// Returns the tensor's name in a Hugging Face model, or `None` if no supported model has such a tensor.
-fn name_of(tensor: &str) -> Option<String> {
+/// The norms around the feed-forward layer and after attention, as in [`PARTS`].
+fn norms(family: Family) -> &'static [(&'static str, &'static str)] {
+    match family {
+        Family::Gemma3 => &[
+            ("post_attention_norm", "post_attention_layernorm"),
+            ("ffn_norm", "pre_feedforward_layernorm"),
+            ("post_ffw_norm", "post_feedforward_layernorm"),
+        ],
+        _ => &[("ffn_norm", "post_attention_layernorm")],
+    }
+}
+
+/// Returns the tensor's name in a Hugging Face model of the family, or `None` if these models have no such
+/// tensor.
+fn name_of(tensor: &str, family: Family) -> Option<String> {
     if let Some((_, name)) = WHOLE.iter().find(|(known, _)| *known == tensor) {
         return Some((*name).to_owned());
     }
     let (layer, rest) = tensor.strip_prefix("blk.")?.split_once('.')?;
     let (part, kind) = rest.rsplit_once('.')?;
-    let (_, name) = PARTS.iter().find(|(known, _)| *known == part)?;
+    let (_, name) = PARTS.iter().chain(norms(family)).find(|(known, _)| *known == part)?;
     Some(format!("model.layers.{layer}.{name}.{kind}"))
 }
 
-/// Returns the name in the file for a Hugging Face model's tensor.
-pub(super) fn name_in_file(name: &str) -> String {
+/// Returns the name in the file for a tensor of a Hugging Face model of the family.
+pub(super) fn name_in_file(name: &str, family: Family) -> String {
     let of_layer = || {
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
         let (part, kind) = rest.rsplit_once('.')?;
-        let (short, _) = PARTS.iter().find(|(_, known)| *known == part)?;
+        let (short, _) = PARTS.iter().chain(norms(family)).find(|(_, known)| *known == part)?;
         Some(format!("blk.{layer}.{short}.{kind}"))
     };
     let whole = WHOLE.iter().find(|(_, known)| *known == name).map(|(short, _)| (*short).to_owned());
@@ -70,7 +82,11 @@ pub(super) fn weights(
     let mut tensors = Vec::new();
     for placed in placed(header, file.len())? {
         let place = placed.place;
-        let name = if place.name == FACTORS { Some(FACTORS.to_owned()) } else { name_of(&place.name) };
+        let name = if place.name == FACTORS {
+            Some(FACTORS.to_owned())
+        } else {
+            name_of(&place.name, config.family)
+        };
         let Some(name) = name else { continue };
         let stored = read(&placed, name, file)?;
         progress(place.offset + stored.bytes().len() as u64, total);

@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::failure::{GgufFailure, wrong};
 use super::fields::{Header, required};
+use super::scores;
 use crate::error::Error;
 use crate::files::{FileContents, SmallFile};
 use crate::text::TextCodec;
@@ -19,6 +20,21 @@ const ADDED: i64 = 4;
 /// The pattern by which Llama 3 and Qwen2 split text before byte pairs are merged. `DIGITS` stands for the
 /// repetition count of digits, in which the two models differ.
 const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// The parts of a `tokenizer.json` that depend on how the tokenizer merges tokens.
+pub(super) struct Merging {
+    pub(super) normalizer: Value,
+    pub(super) pre_tokenizer: Value,
+    pub(super) decoder: Value,
+    /// The pairs of tokens to merge, in order of precedence.
+    pub(super) merges: Value,
+    /// True if a whole word that is a token is not merged from parts.
+    pub(super) ignore_merges: bool,
+    /// The token for characters that are not tokens, or null.
+    pub(super) unknown: Value,
+    /// True if a character that is not a token is split into tokens for its bytes.
+    pub(super) byte_fallback: bool,
+}
 
 /// Returns three parts for the pre-tokenizer `name`: the pre-tokenizer, the normalizer, and true if a word
 /// that is a token as a whole is kept without applying merges.
@@ -85,14 +101,7 @@ pub(super) fn codec(header: &Header, path: &Path) -> Result<TextCodec, GgufFailu
 /// Converts the fields to a `tokenizer.json`. `begin` is the token that marks the start of a text.
 fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure> {
     let kind = required("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
-    if kind != "gpt2" {
-        return wrong(format!(
-            "field \"tokenizer.ggml.model\" is {kind:?} (only gpt2, which merges bytes, is supported); put the model's \
-             tokenizer.json into the file's folder"
-        ));
-    }
     let tokens = required("tokenizer.ggml.tokens", header.texts("tokenizer.ggml.tokens")?)?;
-    let merges = required("tokenizer.ggml.merges", header.texts("tokenizer.ggml.merges")?)?;
     let kinds = header.wholes("tokenizer.ggml.token_type")?.unwrap_or_else(|| vec![1; tokens.len()]);
     if kinds.len() != tokens.len() {
         return wrong(format!(
@@ -110,8 +119,6 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
             tokens.len()
         ));
     }
-    let pre_name = required("tokenizer.ggml.pre", header.text("tokenizer.ggml.pre")?)?;
-    let (pre, normalizer, ignore_merges) = pre(pre_name)?;
     let added: Vec<Value> = (0..)
         .zip(tokens.iter().zip(&kinds))
         .filter(|(_, (_, kind))| [CONTROL, ADDED].contains(kind))
@@ -131,8 +138,18 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
             tokens.len()
         ));
     }
-    check_merges(&merges, &vocabulary)?;
-    let begins = header.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(ignore_merges);
+    let merging = match kind {
+        "gpt2" => byte_pairs(header, &vocabulary)?,
+        "llama" => scores::merging(header, &tokens, &kinds)?,
+        other => {
+            return wrong(format!(
+                "field \"tokenizer.ggml.model\" is {other:?} (supported: gpt2, which merges bytes, and llama, which merges \
+                 by score); put the model's tokenizer.json into the file's folder"
+            ));
+        }
+    };
+    let default = merging.ignore_merges || merging.byte_fallback;
+    let begins = header.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(default);
     let processor = match (begins, header.whole("tokenizer.ggml.bos_token_id")?, begin) {
         (true, Some(id), Some(begin)) => json!({
             "type": "TemplateProcessing",
@@ -145,16 +162,33 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
     Ok(json!({
         "version": "1.0", "truncation": null, "padding": null,
         "added_tokens": added,
-        "normalizer": normalizer,
-        "pre_tokenizer": pre,
+        "normalizer": merging.normalizer,
+        "pre_tokenizer": merging.pre_tokenizer,
         "post_processor": processor,
-        "decoder": { "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true },
+        "decoder": merging.decoder,
         "model": {
-            "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
-            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": ignore_merges,
-            "vocab": vocabulary, "merges": merges,
+            "type": "BPE", "dropout": null, "unk_token": merging.unknown, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": merging.byte_fallback, "byte_fallback": merging.byte_fallback,
+            "ignore_merges": merging.ignore_merges, "vocab": vocabulary, "merges": merging.merges,
         },
     }))
+}
+
+/// Returns the merging of a file that lists the pairs of byte strings to merge.
+fn byte_pairs(header: &Header, vocabulary: &Map<String, Value>) -> Result<Merging, GgufFailure> {
+    let merges = required("tokenizer.ggml.merges", header.texts("tokenizer.ggml.merges")?)?;
+    let name = required("tokenizer.ggml.pre", header.text("tokenizer.ggml.pre")?)?;
+    let (pre_tokenizer, normalizer, ignore_merges) = pre(name)?;
+    check_merges(&merges, vocabulary)?;
+    Ok(Merging {
+        normalizer,
+        pre_tokenizer,
+        decoder: json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true }),
+        merges: json!(merges),
+        ignore_merges,
+        unknown: Value::Null,
+        byte_fallback: false,
+    })
 }
 
 /// Checks that each merge joins two tokens into another token.

@@ -3,7 +3,7 @@
 use super::feed_forward::Gated;
 use super::{Linear, Loader};
 use crate::config::ExpertsConfig;
-use crate::dense::{Activation, Dense};
+use crate::dense::{Activation, Dense, GateActivation};
 use crate::error::Result;
 
 #[derive(Debug)]
@@ -22,12 +22,13 @@ impl Experts {
         // Decision: docs/decisions/models.md#deepseeks-router-stays-f32
         let gate = loader.exact_linear(&format!("{at}.gate"), config.routed, hidden)?;
         let bias = loader.numbers(&format!("{at}.gate.e_score_correction_bias"), config.routed)?;
-        let routed = (0..config.routed)
-            .map(|i| Gated::load(loader, &format!("{at}.experts.{i}"), hidden, inner, false))
-            .collect::<Result<_>>()?;
+        let mut gated =
+            |name: String, inner| Gated::load(loader, &name, hidden, inner, false, GateActivation::Silu);
+        let routed =
+            (0..config.routed).map(|i| gated(format!("{at}.experts.{i}"), inner)).collect::<Result<_>>()?;
         let shared = match config.shared {
             0 => None,
-            n => Some(Gated::load(loader, &format!("{at}.shared_experts"), hidden, n * inner, false)?),
+            n => Some(gated(format!("{at}.shared_experts"), n * inner)?),
         };
         Ok(Self { router: Router { config, bias }, gate, routed, shared })
     }
@@ -64,7 +65,7 @@ impl Experts {
 #[derive(Debug)]
 struct Router {
     config: ExpertsConfig,
-    /// The correction bias, which affects the choice but not the weights.
+    /// The correction bias, which affects which experts are chosen, but not their weights.
     bias: Vec<f32>,
 }
 

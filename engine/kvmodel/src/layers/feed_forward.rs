@@ -2,8 +2,8 @@
 
 use super::experts::Experts;
 use super::{Linear, Loader};
-use crate::config::ModelConfig;
-use crate::dense::{Activation, Dense};
+use crate::config::{Family, ModelConfig};
+use crate::dense::{Activation, Dense, GateActivation};
 use crate::error::Result;
 
 #[derive(Debug)]
@@ -18,7 +18,11 @@ impl FeedForward {
         if let Some(experts) = c.experts.filter(|experts| index >= experts.dense_layers) {
             return Ok(Self::Experts(Experts::load(loader, experts, c.hidden_size, at)?));
         }
-        Ok(Self::Dense(Gated::load(loader, at, c.hidden_size, c.intermediate_size, c.mlp_bias)?))
+        let activation = match c.family {
+            Family::Gemma3 => GateActivation::GeluTanh,
+            _ => GateActivation::Silu,
+        };
+        Ok(Self::Dense(Gated::load(loader, at, c.hidden_size, c.intermediate_size, c.mlp_bias, activation)?))
     }
 
     pub(super) fn forward(&self, dense: &dyn Dense, x: &Activation) -> Result<Activation> {
@@ -29,12 +33,13 @@ impl FeedForward {
     }
 }
 
-/// A gated layer: `down(silu(gate(x)) ⊙ up(x))`.
+/// A gated layer: `down(activation(gate(x)) ⊙ up(x))`.
 #[derive(Debug)]
 pub(super) struct Gated {
     gate: Linear,
     up: Linear,
     down: Linear,
+    activation: GateActivation,
 }
 
 impl Gated {
@@ -44,17 +49,19 @@ impl Gated {
         hidden: usize,
         inner: usize,
         bias: bool,
+        activation: GateActivation,
     ) -> Result<Self> {
         let mut linear = |name: &str, out, input| loader.linear(&format!("{at}.{name}"), out, input, bias);
         Ok(Self {
             gate: linear("gate_proj", inner, hidden)?,
             up: linear("up_proj", inner, hidden)?,
             down: linear("down_proj", hidden, inner)?,
+            activation,
         })
     }
 
     pub(super) fn forward(&self, dense: &dyn Dense, x: &Activation) -> Result<Activation> {
         let (gate, up) = (self.gate.forward(dense, x)?, self.up.forward(dense, x)?);
-        self.down.forward(dense, &dense.gated(&gate, &up)?)
+        self.down.forward(dense, &dense.gated(self.activation, &gate, &up)?)
     }
 }

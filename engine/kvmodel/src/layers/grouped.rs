@@ -27,7 +27,7 @@ impl GroupedQuery {
         let v = linear("v_proj", kv_width, hidden, c.qkv_bias)?;
         let output = linear("o_proj", hidden, q_width, c.output_bias)?;
         let head_norms = match c.family {
-            Family::Qwen3 => Some((
+            Family::Qwen3 | Family::Gemma3 => Some((
                 loader.norm(&format!("{at}.q_norm"), c.head_dim, c.rms_norm_eps)?,
                 loader.norm(&format!("{at}.k_norm"), c.head_dim, c.rms_norm_eps)?,
             )),

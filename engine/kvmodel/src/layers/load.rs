@@ -13,13 +13,21 @@ pub(crate) struct Loader<'a> {
     weights: &'a mut Weights,
     dense: &'a dyn Dense,
     format: WeightFormat,
+    /// The number to add to each stored norm factor.
+    norm_shift: f32,
     /// The memory that all weights loaded so far take, in bytes.
     held: usize,
 }
 
 impl<'a> Loader<'a> {
-    pub(crate) fn new(weights: &'a mut Weights, dense: &'a dyn Dense, format: WeightFormat) -> Self {
-        Self { weights, dense, format, held: 0 }
+    /// Creates a loader that adds `norm_shift` to each stored norm factor.
+    pub(crate) fn new(
+        weights: &'a mut Weights,
+        dense: &'a dyn Dense,
+        format: WeightFormat,
+        norm_shift: f32,
+    ) -> Self {
+        Self { weights, dense, format, norm_shift, held: 0 }
     }
 
     /// Returns the memory that all weights loaded so far take, in bytes.
@@ -51,7 +59,13 @@ impl<'a> Loader<'a> {
 
     /// Loads a norm over `width` elements.
     pub(crate) fn norm(&mut self, name: &str, width: usize, eps: f64) -> Result<RmsNorm> {
-        Ok(RmsNorm::new(self.load(&format!("{name}.weight"), &[width], WeightUse::Vector)?, eps))
+        let mut stored = self.weights.take(&format!("{name}.weight"), &[width])?;
+        if self.norm_shift != 0.0 {
+            let factors: Vec<f32> = stored.to_f32().iter().map(|x| x + self.norm_shift).collect();
+            stored = StoredWeight::of_f32(stored.name(), &[width], &factors)?;
+        }
+        let weight = self.dense.load(&stored, WeightUse::Vector)?;
+        Ok(RmsNorm::new(self.counted(weight), eps))
     }
 
     /// Loads a projection from `input` to `out` elements, in the model's format.

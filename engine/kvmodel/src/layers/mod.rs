@@ -1,6 +1,6 @@
 //! The dense parts of a decoder layer.
 
-use crate::config::ModelConfig;
+use crate::config::{Family, ModelConfig};
 use crate::dense::{Activation, Dense, RowIndex};
 use crate::error::Result;
 
@@ -26,6 +26,8 @@ pub(crate) struct Layer {
     attention: Projections,
     mlp_norm: RmsNorm,
     feed_forward: FeedForward,
+    /// The norms over the outputs of attention and of the feed-forward layer, if the family has them.
+    output_norms: Option<(RmsNorm, RmsNorm)>,
 }
 
 /// The projections before and after attention.
@@ -69,12 +71,19 @@ impl Layer {
             Some(widths) => Projections::Latent(LatentAttention::load(loader, c, widths, &at("self_attn"))?),
             None => Projections::Grouped(GroupedQuery::load(loader, c, &at("self_attn"))?),
         };
-        Ok(Self {
-            attention,
-            feed_forward: FeedForward::load(loader, c, index, &at("mlp"))?,
-            input_norm: loader.norm(&at("input_layernorm"), c.hidden_size, c.rms_norm_eps)?,
-            mlp_norm: loader.norm(&at("post_attention_layernorm"), c.hidden_size, c.rms_norm_eps)?,
-        })
+        let feed_forward = FeedForward::load(loader, c, index, &at("mlp"))?;
+        let mut norm = |name: &str| loader.norm(&at(name), c.hidden_size, c.rms_norm_eps);
+        let (input_norm, after_attention) = (norm("input_layernorm")?, norm("post_attention_layernorm")?);
+        // Gemma 3's norm of this name is really after attention; other families' is before the feed-forward
+        // layer.
+        let (mlp_norm, output_norms) = match c.family {
+            Family::Gemma3 => (
+                norm("pre_feedforward_layernorm")?,
+                Some((after_attention, norm("post_feedforward_layernorm")?)),
+            ),
+            _ => (after_attention, None),
+        };
+        Ok(Self { input_norm, attention, mlp_norm, feed_forward, output_norms })
     }
 
     /// Projects all rows to keys and values, and the `wanted` rows (all rows if `None`) to queries.
@@ -100,12 +109,18 @@ impl Layer {
         x: &Activation,
         attention: &Activation,
     ) -> Result<Activation> {
-        let attention = match &self.attention {
+        let mut attention = match &self.attention {
             Projections::Grouped(projections) => projections.output(dense, attention)?,
             Projections::Latent(projections) => projections.output(dense, attention)?,
         };
+        if let Some((norm, _)) = &self.output_norms {
+            attention = norm.forward(dense, &attention)?;
+        }
         let x = dense.add(x, &attention)?;
-        let y = self.feed_forward.forward(dense, &self.mlp_norm.forward(dense, &x)?)?;
+        let mut y = self.feed_forward.forward(dense, &self.mlp_norm.forward(dense, &x)?)?;
+        if let Some((_, norm)) = &self.output_norms {
+            y = norm.forward(dense, &y)?;
+        }
         dense.add(&x, &y)
     }
 }

@@ -56,7 +56,7 @@ impl CountedDense {
     /// Runs a decode step's dense steps, with zeros as attention's output.
     fn run(&mut self, model: &Model) {
         let (dense, stream) = (model.dense.as_ref(), self.stream.as_ref());
-        let mut x = dense.embed(model.embedding.as_ref(), &[1]).unwrap();
+        let mut x = dense.embed(model.embedding.as_ref(), &[1], 1.0).unwrap();
         for layer in &model.layers {
             let projected = layer.project(dense, &x, None).unwrap();
             for (input, rows) in [

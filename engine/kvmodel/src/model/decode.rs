@@ -23,8 +23,8 @@ pub struct DecodeMemory {
     scene: Option<Scene>,
 }
 
-/// The model, rotary embeddings, arena and key form that graphs refer to. A step with others cannot replay
-/// them.
+/// The model, rotary embeddings, arena and key form that graphs refer to. A step that uses different ones
+/// cannot replay these graphs.
 #[derive(Debug)]
 struct Scene {
     revision: [u8; 32],
@@ -56,7 +56,7 @@ impl DecodeMemory {
         self.graphs.most()
     }
 
-    /// Returns the number of steps that the graph cache has run, by how they ran.
+    /// Counts the steps that the graph cache has run, by how they ran.
     pub fn counts(&self) -> GraphCounts {
         self.graphs.counts()
     }
@@ -119,7 +119,7 @@ impl Model {
         let mut record = || -> kvcore::Result<Activation> {
             let mut step = || {
                 border.follow(device.stream)?;
-                let x = self.dense.embed(self.embedding.as_ref(), rows.tokens())?;
+                let x = self.embed(rows.tokens())?;
                 let mut pass = Pass::new(self, device, ropes, rows, border, x)?;
                 pass.run_all(&mut ())?;
                 let logits = pass.head()?;

@@ -8,7 +8,7 @@ use kvcore::{Backend, KeyForm, KvArena, KvExtents, KvFormat, LayerRopes, RopeCon
 use serde::Serialize;
 
 use crate::config::ModelConfig;
-use crate::dense::{Dense, HostDense, Weight, WeightFormat};
+use crate::dense::{Activation, Dense, HostDense, Weight, WeightFormat};
 use crate::error::{Error, Result};
 use crate::layers::{Layer, Linear, Loader, RmsNorm};
 use crate::profile::Profiler;
@@ -138,7 +138,8 @@ impl Model {
         let revision = hashed("kvmodel revision v1", weights.digest(), &(&config, format, dense.name()))?;
         let identity = hashed("kvmodel identity v1", weights.digest(), &config)?;
         let (vocabulary, hidden) = (config.vocab_size, config.hidden_size);
-        let mut loader = Loader::new(&mut weights, dense.as_ref(), format);
+        let norm_shift = if config.shifted_norms { 1.0 } else { 0.0 };
+        let mut loader = Loader::new(&mut weights, dense.as_ref(), format, norm_shift);
         let embedding = loader.table("model.embed_tokens", vocabulary, hidden)?;
         let layers = (0..config.num_layers())
             .map(|index| Layer::load(&mut loader, &config, index))
@@ -166,6 +167,11 @@ impl Model {
             identity,
             weight_bytes,
         })
+    }
+
+    /// Returns the residual stream before the first layer.
+    fn embed(&self, tokens: &[u32]) -> Result<Activation> {
+        self.dense.embed(self.embedding.as_ref(), tokens, self.config.embedding_scale.unwrap_or(1.0))
     }
 
     /// Returns the number of bytes of memory that the weights take.
@@ -220,7 +226,7 @@ impl Model {
     }
 }
 
-/// Returns the hash of the weights and of `settings`.
+/// Returns a hash of the weights' digest and `settings`.
 fn hashed(context: &str, weights: &[u8; 32], settings: &impl Serialize) -> Result<[u8; 32]> {
     let text = serde_json::to_vec(settings).map_err(|e| Error::Config(e.to_string()))?;
     let mut hasher = blake3::Hasher::new_derive_key(context);

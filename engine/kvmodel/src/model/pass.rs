@@ -82,7 +82,7 @@ pub struct Pass<'a> {
     queries: Option<FreshQueries>,
     /// The sequences whose attention is summed.
     observed: Option<Observation<'a>>,
-    /// Each sequence's selection in the next layer, if [`select`](Self::select) has set them.
+    /// The sequences' selections for the next layer, if [`select`](Self::select) has set them.
     selections: Option<Vec<Option<Selection>>>,
     flops: u64,
 }
@@ -129,7 +129,7 @@ impl Model {
         check_vocabulary(batch.inputs, self.config.vocab_size)?;
         memory.rows.fill(batch)?;
         let (rows, border) = memory.ready(self, device)?;
-        let x = self.dense.embed(self.embedding.as_ref(), rows.tokens())?;
+        let x = self.embed(rows.tokens())?;
         Pass::new(self, device, ropes, rows, border, x)
     }
 
@@ -462,7 +462,7 @@ impl<'a> Pass<'a> {
         LayerAttention { index, place, rope, window, scale: config.softmax_scale }
     }
 
-    /// Returns the place of the next layer's keys and values on the device.
+    /// Returns the arena of the next layer's keys and values, and the layer's index in this arena.
     fn place(&self) -> LayerPlace {
         self.model.place(self.device, self.layer)
     }

@@ -9,7 +9,8 @@ use kvbackend_cpu::dense::Products;
 use kvcore::Backend;
 
 use super::{
-    Activation, Border, BorderExtents, Dense, RowIndex, StoredWeight, Weight, WeightFormat, WeightUse,
+    Activation, Border, BorderExtents, Dense, GateActivation, RowIndex, StoredWeight, Weight, WeightFormat,
+    WeightUse,
 };
 use crate::error::{Error, Result};
 
@@ -159,11 +160,16 @@ impl Dense for HostDense {
         Ok(RowIndex::on_host(HostIndex(rows)))
     }
 
-    fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation> {
+    fn embed(&self, table: &dyn Weight, tokens: &[u32], scale: f32) -> Result<Activation> {
         let table = matrix(table)?;
         let mut rows = vec![0.0; tokens.len() * table.input];
         for (row, &token) in rows.chunks_exact_mut(table.input.max(1)).zip(tokens) {
             table.row(token as usize, row);
+        }
+        if scale != 1.0 {
+            for x in &mut rows {
+                *x *= scale;
+            }
         }
         activation(Tensor::from_vec(rows, (tokens.len(), table.input), &Device::Cpu))
     }
@@ -196,8 +202,11 @@ impl Dense for HostDense {
         activation(Tensor::from_vec(y, (rows, heads, matrices.out), &Device::Cpu))
     }
 
-    fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation> {
-        pairwise(gate, up, |gate, up| self.products.gated(gate, up))
+    fn gated(&self, activation: GateActivation, gate: &Activation, up: &Activation) -> Result<Activation> {
+        pairwise(gate, up, |gate, up| match activation {
+            GateActivation::Silu => self.products.gated(gate, up),
+            GateActivation::GeluTanh => self.products.gated_gelu(gate, up),
+        })
     }
 
     fn add(&self, x: &Activation, y: &Activation) -> Result<Activation> {

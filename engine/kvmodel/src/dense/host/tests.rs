@@ -52,7 +52,7 @@ fn product(x: &[f32], m: &[f32], width: usize) -> Vec<f32> {
 fn embeddings_are_rows_of_the_table_tied_or_not() {
     let values = numbers(1, 5 * 4);
     let table = weight(&[5, 4], &values, WeightUse::Table);
-    let x = STEPS.embed(table.as_ref(), &[3, 0, 3]).unwrap();
+    let x = STEPS.embed(table.as_ref(), &[3, 0, 3], 1.0).unwrap();
     assert_eq!(x.shape(), [3, 4]);
     assert_eq!(read(&x), [&values[12..16], &values[..4], &values[12..16]].concat());
     let head = STEPS.tied_head(table.as_ref(), WeightFormat::Stored).unwrap();
@@ -118,7 +118,10 @@ fn gates_sums_and_zeros_are_element_by_element() {
     let (a, b) = (numbers(9, 10), numbers(10, 10));
     let (x, y) = (rows(&[2, 5], &a), rows(&[2, 5], &b));
     let gated: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a / (1.0 + (-a).exp()) * b).collect();
-    close(&read(&STEPS.gated(&x, &y).unwrap()), &gated, 1e-6);
+    close(&read(&STEPS.gated(GateActivation::Silu, &x, &y).unwrap()), &gated, 1e-6);
+    let tanh = |a: f32| (0.797_884_6 * (a + 0.044_715 * a.powi(3))).tanh();
+    let gelu: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a / 2.0 * (1.0 + tanh(*a)) * b).collect();
+    close(&read(&STEPS.gated(GateActivation::GeluTanh, &x, &y).unwrap()), &gelu, 1e-6);
     let sum: Vec<f32> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
     assert_eq!(read(&STEPS.add(&x, &y).unwrap()), sum);
     let zeros = STEPS.zeros_like(&x).unwrap();
@@ -236,7 +239,7 @@ fn blocks_are_decoded_as_ggml_lays_them_out(#[values(StoredType::Q8_0, StoredTyp
     close(&stored.to_f32(), &values, 1e-6);
     let table = STEPS.load(&stored, WeightUse::Table).unwrap();
     assert_eq!(table.bytes(), stored.bytes().len(), "the blocks are kept");
-    let x = STEPS.embed(table.as_ref(), &[2, 0]).unwrap();
+    let x = STEPS.embed(table.as_ref(), &[2, 0], 1.0).unwrap();
     close(&read(&x), &[&values[1024..], &values[..512]].concat(), 1e-6);
     let exact = STEPS.load(&stored, WeightUse::ExactProjection).unwrap();
     assert_eq!(exact.bytes(), stored.bytes().len(), "blocks are multiplied in full precision");
