@@ -60,6 +60,7 @@ impl<'a> Loader<'a> {
     /// Loads a norm over `width` elements.
     pub(crate) fn norm(&mut self, name: &str, width: usize, eps: f64) -> Result<RmsNorm> {
         let mut stored = self.weights.take(&format!("{name}.weight"), &[width])?;
+        // Decision: docs/decisions/models.md#gemmas-norms-are-shifted-at-load-time
         if self.norm_shift != 0.0 {
             let factors: Vec<f32> = stored.to_f32().iter().map(|x| x + self.norm_shift).collect();
             stored = StoredWeight::of_f32(stored.name(), &[width], &factors)?;
