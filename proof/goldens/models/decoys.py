@@ -36,7 +36,7 @@ from transformers.models.phi3 import modeling_phi3
 import make
 from rounding import FORMATS, Rounded, before_rotation
 
-MODELS = ("llama", "qwen2", "qwen3", "mistral", "deepseek-v3")
+MODELS = ("llama", "qwen2", "qwen3", "mistral", "deepseek-v3", "gemma3")
 # The lengths of the decoys.
 LENGTHS = (6, 3, 5, 4, 2)
 # How many decoys each chunk sees.
@@ -101,6 +101,8 @@ def main():
     out = pathlib.Path(sys.argv[1])
     modeling_llama.apply_rotary_pos_emb = modeling_phi3.apply_rotary_pos_emb
     for index, name in enumerate(MODELS):
+        if len(sys.argv) > 2 and name not in sys.argv[2:]:
+            continue
         model, golden = loaded(name), load_file(out / name / "golden.safetensors")
         for key, value in make.checkpoint(model, model.config).items():
             assert torch.equal(value, load_file(out / name / "model.safetensors")[key]), f"{name}: {key} differs"

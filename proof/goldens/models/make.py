@@ -41,7 +41,8 @@ positions, and the question sees them at the used ones.
 A request has one regime of RoPE. transformers selects it from the largest position of a pass; in two phases,
 both use the frequencies of the largest used position. Models that transformers cannot express are run as
 another one: `llama-ntk` with theta scaled before, partial rotary embeddings as Phi-3, and `qwen2-layers`,
-whose layer types have different embeddings, with one module per type.
+whose layer types have different embeddings, with one module per type. Gemma 3's own module has one embedding per
+layer type.
 
 proof/goldens/models/tables.py writes tables of cosines and sines.
 """
@@ -57,10 +58,11 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from transformers import (
-    DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
-    Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+    DeepseekV3Config, DeepseekV3ForCausalLM, DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig,
+    LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
@@ -117,12 +119,17 @@ MODELS = {
         rope_parameters=DEFAULT)),
     # A check in the middle of a model has layers before and after it.
     "llama-deep": (LlamaForCausalLM, LlamaConfig(**{**BASE, "num_hidden_layers": 4}, rope_parameters=DEFAULT)),
+    # Every sixth layer has full attention.
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(
+        **{**BASE, "num_hidden_layers": 7, "tie_word_embeddings": True}, rope_parameters=BY_TYPE, head_dim=16,
+        query_pre_attn_scalar=24, sliding_window=8)),
 }
 # Temperature and scale of the context, to the bit in every float.
 SCALING = (0.5, 0.75)
 # The layers where a blend measures deviation (only models with fixed frequencies), and the share of
 # tokens that it recomputes.
-BLENDS = {"llama-deep": (1, 2, 3), "llama-yarn": (1,), "qwen3": (1,), "mistral": (1,), "deepseek-v3": (1,)}
+BLENDS = {"llama-deep": (1, 2, 3), "llama-yarn": (1,), "qwen3": (1,), "mistral": (1,), "deepseek-v3": (1,),
+          "gemma3": (3,)}
 SHARE = 0.4
 # Cells computed in one pass: (positions overlap, chunks see the system prompt).
 SINGLE = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False),
@@ -156,6 +163,8 @@ def rotary_of(name, config):
     """Returns a fresh embedding, because a used dynamic one remembers its longest pass."""
     if name == "qwen2-layers":
         return ByLayerType(config)
+    if config.model_type == "gemma3_text":
+        return modeling_gemma3.Gemma3RotaryEmbedding(config)
     if "partial_rotary_factor" in config.rope_parameters:
         return modeling_phi3.Phi3RotaryEmbedding(config)
     return modeling_llama.LlamaRotaryEmbedding(config)
@@ -163,7 +172,7 @@ def rotary_of(name, config):
 
 def pinned(rotary, config, longest):
     """Returns a fresh embedding with the frequencies for `longest` positions, for passes of any length."""
-    kind = config.rope_parameters["rope_type"]
+    kind = config.rope_parameters.get("rope_type")
     if kind in ("dynamic", "longrope"):
         rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=torch.tensor(longest))
         rotary.rope_type = "default"
@@ -234,6 +243,8 @@ def stored_positions(parts, with_system):
 
 
 def frequencies(name, rotary, layer):
+    if name == "gemma3":
+        return getattr(rotary, f"{rotary.config.layer_types[layer]}_inv_freq")
     return (rotary.kinds[LAYER_TYPES[layer]] if name == "qwen2-layers" else rotary).inv_freq
 
 
@@ -325,7 +336,8 @@ def randomise(model):
             (key, buffer) for key, buffer in model.named_buffers() if key.endswith("correction_bias")]:
         torch.nn.init.normal_(parameter, std=0.4 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
     for key, parameter in model.named_parameters():
-        if key.endswith("norm.weight"):
+        # Gemma 3 adds the 1 itself.
+        if key.endswith("norm.weight") and model.config.model_type != "gemma3_text":
             parameter.data += 1.0
         # Small enough that the epsilon of the norms inside latent attention matters.
         if "q_a_proj" in key or "kv_a_proj_with_mqa" in key:
@@ -425,7 +437,8 @@ def main():
         save_file(checkpoint(model, config), str(folder / "model.safetensors"), metadata={"format": "pt"})
         text = json.loads(config.to_json_string(use_diff=False))
         keep = {k: v for k, v in text.items() if k in BASE or k in DEEPSEEK or k in (
-            "model_type", "rope_parameters", "head_dim", "attention_bias", "mlp_bias", "hidden_act", "use_sliding_window")}
+            "model_type", "rope_parameters", "head_dim", "attention_bias", "mlp_bias", "hidden_act", "use_sliding_window",
+            "hidden_activation", "query_pre_attn_scalar")}
         if "sliding_attention" in (getattr(config, "layer_types", None) or []) or config.model_type == "mistral":
             keep.update({k: text[k] for k in ("sliding_window", "layer_types") if text.get(k) is not None})
         keep.update(SAYS.get(name, {}))

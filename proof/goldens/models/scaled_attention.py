@@ -34,7 +34,7 @@ def scaled(model, rows, documents, temperature, scale):
     ordinary = module.eager_attention_forward
 
     def forward(layer, query, key, value, attention_mask, scaling, dropout=0.0, **rest):
-        out, weights = ordinary(layer, query, key, value, attention_mask, scaling, dropout, **rest)
+        out, weights = ordinary(layer, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **rest)
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = (query[:, :, rows] @ key.transpose(2, 3)) * scaling

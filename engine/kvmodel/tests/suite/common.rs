@@ -26,7 +26,8 @@ macro_rules! for_every {
     (@ $head:tt ($($done:tt)*) ($name:ident: every model $($more:tt)*) $body:block) => {
         for_every! { @ $head ($($done)* #[values(
             "llama", "llama3", "llama-yarn", "llama-linear", "llama-ntk", "llama-dynamic", "llama-longrope",
-            "llama-partial", "mistral", "qwen2", "qwen2-layers", "qwen3", "deepseek-v3", "deepseek-v3-plain"
+            "llama-partial", "mistral", "qwen2", "qwen2-layers", "qwen3", "gemma3", "deepseek-v3",
+            "deepseek-v3-plain"
         )] $name: &str) ($($more)*) $body }
     };
     (@ $head:tt ($($done:tt)*) ($cell:ident: every cell $($more:tt)*) $body:block) => {

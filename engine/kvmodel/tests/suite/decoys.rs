@@ -24,7 +24,7 @@ fn with_decoys(prompt: &ChunkedPrompt, decoys: &[Vec<u32>]) -> ChunkedPrompt {
 
 #[rstest]
 fn every_position_strategy_equals_its_explicit_mask(
-    #[values("llama", "mistral", "qwen2", "qwen3", "deepseek-v3")] name: &str,
+    #[values("llama", "mistral", "qwen2", "qwen3", "gemma3", "deepseek-v3")] name: &str,
     #[values(PositionStrategy::Overlapped, PositionStrategy::Sequential, PositionStrategy::Absolute)]
     strategy: PositionStrategy,
     #[values(ComputeMode::Behind(DECOYS), ComputeMode::Slots(DECOYS))] mode: ComputeMode,
@@ -44,7 +44,7 @@ fn every_position_strategy_equals_its_explicit_mask(
 
 #[rstest]
 fn every_format_adds_no_error_by_reuse(
-    #[values("llama", "mistral", "qwen2", "qwen3", "deepseek-v3")] name: &str,
+    #[values("llama", "mistral", "qwen2", "qwen3", "gemma3", "deepseek-v3")] name: &str,
     #[values("f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
     #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,
     #[values(PositionStrategy::Overlapped, PositionStrategy::Sequential, PositionStrategy::Absolute)]

@@ -129,7 +129,8 @@ pub(crate) fn converted(name: &str) -> Draft {
     let config: Value =
         serde_json::from_str(&std::fs::read_to_string(folder(name).join("config.json")).unwrap()).unwrap();
     let number = |field: &str| config[field].as_u64().unwrap() as u32;
-    let architecture = config["model_type"].as_str().unwrap();
+    let architecture = config["model_type"].as_str().unwrap().trim_end_matches("_text");
+    let gemma = architecture == "gemma3";
     let mut draft = Draft::default();
     draft.set("general.architecture", text(architecture));
     for (field, from) in [
@@ -142,8 +143,17 @@ pub(crate) fn converted(name: &str) -> Draft {
     ] {
         draft.set(&format!("{architecture}.{field}"), whole(number(from)));
     }
-    let theta = config["rope_parameters"]["rope_theta"].as_f64().or(config["rope_theta"].as_f64()).unwrap();
-    draft.set(&format!("{architecture}.rope.freq_base"), real(theta as f32));
+    let mut rope = &config["rope_parameters"];
+    let mut set = |field: &str, value: Field| draft.set(&format!("{architecture}.{field}"), value);
+    if gemma {
+        set("attention.sliding_window", whole(number("sliding_window")));
+        set("rope.freq_base_swa", real(rope["sliding_attention"]["rope_theta"].as_f64().unwrap() as f32));
+        rope = &rope["full_attention"];
+        set("rope.scaling.type", text("linear"));
+        set("rope.scaling.factor", real(rope["factor"].as_f64().unwrap() as f32));
+    }
+    let theta = rope["rope_theta"].as_f64().or(config["rope_theta"].as_f64()).unwrap();
+    set("rope.freq_base", real(theta as f32));
     let eps = config["rms_norm_eps"].as_f64().unwrap() as f32;
     draft.set(&format!("{architecture}.attention.layer_norm_rms_epsilon"), real(eps));
     if let Some(dim) = config["head_dim"].as_u64() {
@@ -159,7 +169,9 @@ pub(crate) fn converted(name: &str) -> Draft {
             ("model.norm", "output_norm"),
             ("lm_head", "output"),
             ("input_layernorm", "attn_norm"),
-            ("post_attention_layernorm", "ffn_norm"),
+            ("post_attention_layernorm", if gemma { "post_attention_norm" } else { "ffn_norm" }),
+            ("pre_feedforward_layernorm", "ffn_norm"),
+            ("post_feedforward_layernorm", "post_ffw_norm"),
             ("self_attn.q_proj", "attn_q"),
             ("self_attn.k_proj", "attn_k"),
             ("self_attn.v_proj", "attn_v"),
@@ -171,6 +183,10 @@ pub(crate) fn converted(name: &str) -> Draft {
             ("mlp.down_proj", "ffn_down"),
         ] {
             short = short.replace(from, to);
+        }
+        if gemma && tensor.ends_with("norm.weight") {
+            let factors = bytes.chunks_exact(4).map(|b| 1.0 + f32::from_le_bytes(b.try_into().unwrap()));
+            bytes = factors.flat_map(f32::to_le_bytes).collect();
         }
         if architecture == "llama" && short.contains(".attn_q.") {
             bytes = interleaved(&bytes, number("num_attention_heads") as usize, number("head_dim") as usize);
@@ -192,17 +208,19 @@ pub(crate) fn load(path: &Path) -> kvmodel::Result<ModelDirectory> {
 }
 
 #[rstest]
-fn a_file_is_the_model_of_its_directory(#[values("llama", "qwen2", "qwen3")] name: &str) {
+fn a_file_is_the_model_of_its_directory(#[values("llama", "qwen2", "qwen3", "gemma3")] name: &str) {
     let place = tempfile::tempdir().unwrap();
     let path = converted(name).write(place.path());
-    let config =
-        ModelConfig::from_json(&std::fs::read_to_string(folder(name).join("config.json")).unwrap()).unwrap();
+    let config = std::fs::read_to_string(folder(name).join("config.json")).unwrap();
+    // A file has no field for the scale of Gemma's queries, which is that of the width of a head.
+    let config = config.replace("\"query_pre_attn_scalar\": 24", "\"query_pre_attn_scalar\": 16");
+    let config = ModelConfig::from_json(&config).unwrap();
     let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap();
     let mut reports = Vec::new();
     let loaded =
         ModelDirectory::load(&path, WeightFormat::Stored, &mut |done, total| reports.push((done, total)))
             .unwrap();
-    let expected = ModelConfig { eos: Vec::new(), ..config.clone() };
+    let expected = ModelConfig { eos: Vec::new(), shifted_norms: false, ..config.clone() };
     assert_eq!(ModelConfig { eos: Vec::new(), ..loaded.model.config().clone() }, expected);
     let directory = Model::new(config, weights, WeightFormat::Stored).unwrap();
     assert_eq!(logits(&loaded.model), logits(&directory));
@@ -273,6 +291,87 @@ fn the_tokenizer_cuts_merges_and_frames_as_its_fields_say() {
     draft.set("tokenizer.ggml.model", text("llama"));
     let codec = load(&draft.write(place.path())).unwrap().codec;
     assert_eq!(codec.encode("hell ho", false).unwrap(), [1, 0]);
+}
+
+/// Adds a tokenizer that merges by score: bytes, some pieces, and a run of spaces that a user has added.
+fn add_scored_tokenizer(draft: &mut Draft) {
+    let mut tokens: Vec<(String, i32, f32)> = (0..=255).map(|b| (format!("<0x{b:02X}>"), 6, 0.0)).collect();
+    tokens
+        .extend([("<unk>", 2), ("<bos>", 3), ("  ", 4)].map(|(text, kind)| (text.to_owned(), kind, -1000.0)));
+    let pieces = ["▁h", "he", "ll", "ell", "hell", "lo", "▁", "h", "e", "l", "o"];
+    tokens.extend((1u8..).zip(pieces).map(|(rank, text)| (text.to_owned(), 1, -f32::from(rank))));
+    let hidden = draft.tensor("token_embd.weight").1[1];
+    *draft.tensor("token_embd.weight") =
+        ("token_embd.weight".to_owned(), vec![tokens.len(), hidden], 0, vec![0; tokens.len() * hidden * 4]);
+    draft.tensors.retain(|tensor| tensor.0 != "output.weight");
+    draft.set("tokenizer.ggml.model", text("llama"));
+    draft.set("tokenizer.ggml.pre", text("default"));
+    draft.set("tokenizer.ggml.tokens", list(8, tokens.iter().map(|token| counted(&token.0))));
+    draft
+        .set("tokenizer.ggml.token_type", list(5, tokens.iter().map(|token| token.1.to_le_bytes().to_vec())));
+    draft.set("tokenizer.ggml.scores", list(6, tokens.iter().map(|token| token.2.to_le_bytes().to_vec())));
+    draft.set("tokenizer.ggml.unknown_token_id", whole(256));
+    draft.set("tokenizer.ggml.bos_token_id", whole(257));
+    draft.set("tokenizer.ggml.add_space_prefix", (7, vec![0]));
+}
+
+#[test]
+fn a_tokenizer_with_scores_merges_the_highest_first() {
+    let place = tempfile::tempdir().unwrap();
+    let mut draft = converted("llama");
+    add_scored_tokenizer(&mut draft);
+    let codec = load(&draft.write(place.path())).unwrap().codec;
+    let id = |text: &str| codec.encode(text, false).unwrap();
+    // In " hello", "▁h" has the highest score, so "he" and "hell" cannot form.
+    let (h, ell, o) = (259, 262, 269);
+    assert_eq!(codec.encode(" hello", true).unwrap(), [257, h, ell, o]);
+    assert_eq!(id("hello"), [263, o]);
+    // Spaces that a user has added are cut out first, and characters without a token become bytes.
+    assert_eq!(id("o  é"), [o, 258, 0xC3, 0xA9]);
+    for text in ["hello", " hello  é, 12\n", "h he"] {
+        assert_eq!(codec.decode(&id(text)).unwrap(), text);
+    }
+    let refused = |change: &dyn Fn(&mut Draft)| {
+        let mut draft = draft.clone();
+        change(&mut draft);
+        load(&draft.write(place.path())).map(drop).unwrap_err().to_string()
+    };
+    let few = refused(&|draft| draft.set("tokenizer.ggml.scores", list(6, [])));
+    assert!(few.contains("\"tokenizer.ggml.scores\" has 0 entries for 270 tokens"), "{few}");
+    let prefix = refused(&|draft| draft.set("tokenizer.ggml.add_space_prefix", (7, vec![1])));
+    assert!(prefix.contains("add_space_prefix\" is true"), "{prefix}");
+}
+
+/// Files of Gemma 3 with settings that are not supported, each with its error message.
+#[test]
+fn files_of_gemma_3_are_refused_by_field() {
+    let place = tempfile::tempdir().unwrap();
+    let good = converted("gemma3");
+    let with = |change: &dyn Fn(&mut Draft)| {
+        let mut draft = good.clone();
+        change(&mut draft);
+        load(&draft.write(place.path())).map(drop).unwrap_err().to_string()
+    };
+    for (expected, said) in [
+        (
+            "gemma3.final_logit_softcapping 30.0",
+            with(&|d| d.set("gemma3.final_logit_softcapping", real(30.0))),
+        ),
+        ("gemma3.attention.sliding_window_pattern 0", {
+            with(&|d| d.set("gemma3.attention.sliding_window_pattern", whole(0)))
+        }),
+        ("\"gemma3.attention.sliding_window\" is missing", {
+            with(&|d| drop(d.fields.remove("gemma3.attention.sliding_window")))
+        }),
+        ("\"blk.6.post_ffw_norm.weight\"", {
+            with(&|d| d.tensors.retain(|t| t.0 != "blk.6.post_ffw_norm.weight"))
+        }),
+        ("\"blk.0.post_attention_norm.weight\"", {
+            with(&|d| d.tensors.retain(|t| t.0 != "blk.0.post_attention_norm.weight"))
+        }),
+    ] {
+        assert!(said.contains(expected), "{expected}: {said}");
+    }
 }
 
 /// Files with false contents, each with its error message.

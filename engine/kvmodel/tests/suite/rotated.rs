@@ -54,7 +54,7 @@ fn over_a_copy(name: &str, setup: Setup, cell: ReuseCell) -> (Option<Vec<f32>>, 
 }
 
 fn has_windows(name: &str) -> bool {
-    ["mistral", "qwen2-layers"].contains(&name)
+    ["mistral", "qwen2-layers", "gemma3"].contains(&name)
 }
 
 for_every! {
