@@ -294,7 +294,7 @@ pub(super) trait Sink<S: Simd> {
     unsafe fn end(&mut self, group: BlockFactors<S::V>, elements: usize, sum: S::V);
 }
 
-/// Stores decoded elements. Their decoding rounds the multiplication and the addition separately.
+/// Decodes elements and stores them. The multiplication and the addition are rounded separately, not fused.
 struct Store<'a, const N: usize>(&'a mut [f32; N]);
 
 impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {

@@ -110,7 +110,7 @@ impl Simd for Avx512 {
         unsafe { _mm512_reduce_max_ps(a) }
     }
 
-    /// Adds while transposing, which takes 13 instructions instead of four times ten.
+    /// Adds while transposing. The four sums share instructions and take 13 in total.
     #[inline(always)]
     unsafe fn sum_four(a: __m512, b: __m512, c: __m512, d: __m512) -> [f32; 4] {
         unsafe {

@@ -182,8 +182,9 @@ impl SwapSpace {
 }
 
 impl LiveRequest {
-    /// Restores a request's sequences from host memory, all or none. Returns true if sequences were restored.
-    /// If there is no room even though the request is `alone`, the copies are dropped, and the tokens are
+    /// Restores the request's sequences from host memory, all or none. Returns true if sequences were restored.
+    /// `alone` means that no other request is running. If blocks run out and the request is not alone, returns
+    /// the error and keeps the copies. After any other failure, drops the copies; the tokens will be
     /// recomputed.
     pub(super) fn swap_in(&mut self, runner: &mut Runner, alone: bool) -> Result<bool> {
         if self.branches.iter().all(|branch| branch.swapped.is_none()) {

@@ -71,7 +71,7 @@ impl PromptKeys {
         self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
     }
 
-    /// Returns the keys to look up: all keys that leave at least one token to compute.
+    /// Returns the keys to look up: all full blocks' keys, but at least one token is left to compute.
     pub(crate) fn findable(&self) -> &[BlockKey] {
         &self.keys[..self.tokens.len().saturating_sub(1) / self.block_size]
     }

@@ -120,8 +120,8 @@ pub(super) fn after_a_chunk(stored: usize, fresh: usize) -> (Vec<QueryRow>, Vec<
     (rows(&at), vec![entry(0..fresh, vec![chunk, own])])
 }
 
-/// Rows and blocks in sizes that processors have instructions for, with more queries per head than fit into
-/// one instruction. The prompt's last tile is partial.
+/// Row and block sizes that are whole numbers of matrix instructions' tiles, with more queries per head than fit
+/// into one instruction. The prompt's last tile is partial.
 pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 32, 64), (BlockOrder::HeadMajor, 64, 32)] {
         many_queries(b, order, (16, k_dim, v_dim), after_a_chunk(27, 75), 0.2)?;

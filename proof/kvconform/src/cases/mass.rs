@@ -96,7 +96,8 @@ pub(super) fn heads_may_share_keys(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Rows and blocks in sizes that processors have instructions for, with more queries than one tile has.
+/// Row and block sizes that are whole numbers of matrix instructions' tiles, with more queries than fit into one
+/// tile.
 pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     let sizes = [
         (BlockOrder::TokenMajor, 16, 32, 64, (70, 70)),
