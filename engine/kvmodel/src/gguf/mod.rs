@@ -8,7 +8,7 @@
 //! ```
 //!
 //! `config` converts the fields to the config that a `config.json` would contain, and `tokenizer` converts
-//! them to a `tokenizer.json`. `places` checks the offsets of tensors, and `tensors` gives weights the
+//! them to a `tokenizer.json`, with merges from `scores` if the file lists none. `places` checks the offsets of tensors, and `tensors` gives weights the
 //! names and the row order of Hugging Face models. [`load`] adds the file's path to errors, and restores
 //! the tensor names of the file.
 

@@ -74,8 +74,8 @@ impl Layer {
         let feed_forward = FeedForward::load(loader, c, index, &at("mlp"))?;
         let mut norm = |name: &str| loader.norm(&at(name), c.hidden_size, c.rms_norm_eps);
         let (input_norm, after_attention) = (norm("input_layernorm")?, norm("post_attention_layernorm")?);
-        // Gemma 3's norm of this name is really after attention; other families' is before the feed-forward
-        // layer.
+        // In Gemma 3, this norm applies to attention's output. In the other families, it applies to the
+        // feed-forward layer's input.
         let (mlp_norm, output_norms) = match c.family {
             Family::Gemma3 => (
                 norm("pre_feedforward_layernorm")?,
