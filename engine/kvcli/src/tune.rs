@@ -2,7 +2,8 @@
 
 use std::io::Write;
 
-use kvengine::{TunedBy, TunedReuse};
+use kvchunk::PositionPlan;
+use kvengine::{PromptTokens, TunedBy, TunedReuse};
 use kvlab::{Arm, GateLimits, Question, QuestionKind, TuneOptions, TuneRow, Tuning, Verdict};
 use serde::Serialize;
 
@@ -33,16 +34,33 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
         draw.into_iter().filter(|question| question.kind == QuestionKind::Local).collect()
     };
     let judged: Vec<Vec<Question>> = questions.into_iter().map(local).collect();
-    let candidates = match &args.candidates[..] {
-        [] => usual(engine.model().config().num_layers()),
-        named => named.to_vec(),
-    };
+    let eval = asking::options(&args.asking)?;
+    let mut candidates = args.candidates.clone();
+    if candidates.is_empty() {
+        let config = engine.model().config();
+        candidates = usual(config.num_layers());
+        // The decoys may make prompts longer than the model's context.
+        let prompt = |question: &Question| {
+            let order: Vec<usize> = (0..question.documents.len()).collect();
+            eval.style.prompt(question, &order, &codec)
+        };
+        let prompts = screened.iter().map(prompt).collect::<kvlab::Result<Vec<_>>>()?;
+        candidates.retain(|arm| {
+            let plan = |prompt: &PromptTokens| match (prompt, arm.cell) {
+                (PromptTokens::Chunked(prompt), Some(cell)) => {
+                    PositionPlan::new(prompt, cell, config.max_positions).is_ok()
+                }
+                _ => true,
+            };
+            prompts.iter().all(plan)
+        });
+    }
     let limits = GateLimits {
         accuracy: args.within / 100.0,
         floor: args.floor / 100.0,
         ..GateLimits::of(args.engine.dtype)
     };
-    let options = TuneOptions { candidates, limits, eval: asking::options(&args.asking)? };
+    let options = TuneOptions { candidates, limits, eval };
     let mut progress = AnswerProgress::new(!args.json);
     let tuning = Tuning::search(&mut engine, &codec, (&screened, &judged), &options, &mut |done, total| {
         progress.count(done, total);
@@ -93,8 +111,8 @@ fn screened(draws: &[Vec<Question>], count: usize) -> Vec<Question> {
     each.take(count).cloned().collect()
 }
 
-/// Returns the default candidates, which differ in cost. Joint strategies compare deviations at layer 1, and
-/// blends at a third of the model's depth.
+/// Returns the default candidates, which differ in cost. Joint strategies compare deviations at layer 1;
+/// blends compare them at a third of the model's depth.
 fn usual(layers: usize) -> Vec<Arm> {
     let third = (layers / 3).max(1);
     let blend = |share: f64| format!("blend:{share}@{third}");

@@ -53,6 +53,37 @@ fn run_and_eval_accept_the_file_that_tune_writes() {
 }
 
 #[test]
+fn the_file_contains_the_decoys_that_its_mode_needs() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (file, decoys) = (path("reuse.json"), ["dana is green .", "emil is grey .", "fred is black ."]);
+    for (i, decoy) in decoys.iter().enumerate() {
+        fs::write(folder.path().join(format!("{i}.txt")), decoy).unwrap();
+    }
+    let given = [path("0.txt"), path("1.txt"), path("2.txt")];
+    let given: Vec<&str> = given.iter().flat_map(|path| ["--decoys", path]).collect();
+    let asked = ["tune", "--candidate", "sequential,behind:2,none", "--screen", "1", "--seeds", "1"];
+    let more = ["--questions", "2", "--out", &file];
+    let output = kvc(&[&asked[..], &more, &given].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let mut tuned: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    let seen: Vec<&str> =
+        tuned["decoys"].as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect();
+    assert_eq!(seen.iter().map(|text| text.trim()).collect::<Vec<_>>(), decoys[..2], "{tuned}");
+    let prompt =
+        ["--json", "--separator", "##", "-p", "be brief ## alba is red . ## cedo is blue . ## alba ?"];
+    let by_file = run_json(&[&["run", "--reuse", &file][..], &prompt].concat());
+    let by_hand = run_json(&[&["run", "--chunks", "behind:2"][..], &given[..4], &prompt].concat());
+    for field in ["text", "cell"] {
+        assert_eq!(by_file[field], by_hand[field], "{field}");
+    }
+    run_json(&["eval", "--reuse", &file, "--seeds", "1", "--questions", "1", "--json"]);
+    tuned["decoys"] = serde_json::json!([decoys[0]]);
+    fs::write(&file, tuned.to_string()).unwrap();
+    fails(&["run", "-p", "hi", "--reuse", &file], 1, &["behind:2 needs 2 decoys, and there are 1"]);
+}
+
+#[test]
 fn files_that_are_no_tuned_reuse_of_this_model_say_why() {
     let (folder, file, _) = tuned();
     let run = |file: &str, expected: &[&str]| fails(&["run", "-p", "hi", "--reuse", file], 1, expected);

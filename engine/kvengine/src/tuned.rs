@@ -31,6 +31,9 @@ pub struct TunedReuse {
     /// The model's [`identity`](Model::identity), in hexadecimal digits.
     model: String,
     reuse: Reuse,
+    /// The texts of the decoys that the mode needs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    decoys: Vec<String>,
     /// The measurements, which are for information only.
     measured: TunedBy,
 }
@@ -58,9 +61,10 @@ pub struct TunedBy {
 }
 
 impl TunedReuse {
-    /// Creates the file's content for a model.
-    pub fn new(model: &Model, reuse: Reuse, measured: TunedBy) -> Self {
-        Self { version: VERSION, model: hex(model.identity()), reuse, measured }
+    /// Creates the file's content for a model. Of `decoys`, keeps only the texts that the mode needs.
+    pub fn new(model: &Model, reuse: Reuse, decoys: &[String], measured: TunedBy) -> Self {
+        let decoys = decoys.iter().take(reuse.cell.mode.num_decoys()).cloned().collect();
+        Self { version: VERSION, model: hex(model.identity()), reuse, decoys, measured }
     }
 
     /// Reads tuned reuse settings from a file.
@@ -80,6 +84,10 @@ impl TunedReuse {
             )));
         }
         tuned.reuse.scaling.check().map_err(|error| bad(error.to_string()))?;
+        let (mode, given) = (tuned.reuse.cell.mode, tuned.decoys.len());
+        if given < mode.num_decoys() {
+            return Err(bad(kvchunk::Error::FewDecoys { mode, given }.to_string()));
+        }
         Ok(tuned)
     }
 
@@ -103,6 +111,11 @@ impl TunedReuse {
             return Ok(self.reuse);
         }
         Err(Error::TunedForOther { tuned: short(&self.model), model: short(&identity) })
+    }
+
+    /// Returns the texts of the decoys that the settings need.
+    pub fn decoys(&self) -> &[String] {
+        &self.decoys
     }
 
     /// Returns the measurements.

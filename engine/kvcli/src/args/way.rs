@@ -21,8 +21,9 @@ pub(crate) struct WayArgs {
 
     /// Tokens that documents see besides their own while they are computed: the system prompt
     /// (with-system, the default), nothing (alone), the first K tokens of the system prompt (sink:K), for use
-    /// under every system prompt that starts with them, or the system prompt and N decoys (behind:N), which
-    /// the question never sees. See docs/exactness.md for the exact cases.
+    /// under every system prompt that starts with them, the system prompt and N decoys (behind:N), which the
+    /// question never sees, or the system prompt and N decoys or more, a different number for each of up to N
+    /// documents (slots:N). See docs/exactness.md for the exact cases.
     #[arg(long, help_heading = WAY, value_name = "MODE", value_parser = mode)]
     chunks: Option<ComputeMode>,
 
@@ -34,8 +35,9 @@ pub(crate) struct WayArgs {
     #[arg(long, help_heading = WAY, value_name = "STRATEGY", value_parser = recompute)]
     recompute: Option<Recompute>,
 
-    /// File with a decoy for --chunks behind:N, or directory of such files. May be repeated. Decoys of the same
-    /// kind as the documents keep the most answers. Default: built-in texts.
+    /// File with a decoy for --chunks behind:N (N decoys) or slots:N (2 N - 1 decoys), or directory of such
+    /// files. May be repeated. Decoys of the same kind as the documents keep the most answers. Default: the
+    /// decoys in the file given with --reuse, or 7 built-in texts.
     #[arg(long, help_heading = WAY, value_name = "FILE|DIR")]
     pub(crate) decoys: Vec<PathBuf>,
 

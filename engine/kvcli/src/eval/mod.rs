@@ -58,17 +58,18 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     args.answers.as_deref().map_or(Ok(()), writable)?;
     let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
     let questions = asking::questions(&args.asking, if args.gate { asking::JUDGED } else { asking::SHOWN })?;
-    let tuned = match &args.reuse {
-        Some(path) => Some(TunedReuse::read(path)?.of(engine.model())?),
-        None => None,
-    };
+    let file = args.reuse.as_deref().map(TunedReuse::read).transpose()?;
+    let tuned = file.as_ref().map(|file| file.of(engine.model())).transpose()?;
     let mut progress = AnswerProgress::new(!args.json);
     let out = &mut std::io::stdout().lock();
-    let options = EvalOptions {
+    let mut options = EvalOptions {
         measure: args.measure.into(),
         whole_answers: args.show > 0,
         ..asking::options(&args.asking)?
     };
+    if let Some(file) = file.filter(|file| args.asking.decoys.is_empty() && !file.decoys().is_empty()) {
+        options.style.decoys = file.decoys().to_vec();
+    }
     if args.gate {
         let recompute = match args.strategies[..] {
             [] => None,

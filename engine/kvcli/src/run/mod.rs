@@ -28,8 +28,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let prompts = RunPrompts::read(&args.asked)?;
     let OpenedBackend { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
-    let way = match &args.way.reuse {
-        Some(path) => TunedReuse::read(path)?.of(&model)?,
+    let tuned = args.way.reuse.as_deref().map(TunedReuse::read).transpose()?;
+    let way = match &tuned {
+        Some(tuned) => tuned.of(&model)?,
         None => args.way.asked_for(),
     };
     let config = EngineConfig {
@@ -52,7 +53,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
-    let decoys = decoys::read(&args.way.decoys, &BUILT_IN_DECOYS.map(str::to_owned))?;
+    let built_in = BUILT_IN_DECOYS.map(str::to_owned);
+    let tuned = tuned.as_ref().map(TunedReuse::decoys).filter(|decoys| !decoys.is_empty());
+    let decoys = decoys::read(&args.way.decoys, tuned.unwrap_or(&built_in))?;
     let decoys: Arc<[Vec<u32>]> =
         decoys.iter().map(|text| codec.encode(text, false)).collect::<kvmodel::Result<_>>()?;
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
