@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use kvchunk::ChunkCacheConfig;
-use kvengine::{Engine, EngineConfig};
+use kvengine::{BUILT_IN_DECOYS, Engine, EngineConfig};
 use kvlab::{EvalOptions, PromptStyle, Question, Texts, World};
 use kvmodel::{ModelDirectory, TextCodec};
 
-use crate::args::{AskingArgs, EngineArgs};
+use crate::args::{AskingArgs, EngineArgs, Form};
 use crate::backend::OpenedBackend;
 use crate::error::{Error, Result};
 use crate::{backend, decoys, embedded, load};
@@ -34,7 +34,12 @@ pub(crate) fn options(asking: &AskingArgs) -> Result<EvalOptions> {
         None if asking.chat => "\n\n".to_owned(),
         None => String::new(),
     };
-    let decoys = decoys::read(&asking.decoys, &Texts::decoys())?;
+    let built_in = BUILT_IN_DECOYS.map(str::to_owned);
+    let decoys = match &asking.decoys[..] {
+        [] if asking.texts.is_some() && asking.form == Form::Firms => Texts::decoys(),
+        [name] if name.as_os_str() == "built-in" => built_in.to_vec(),
+        paths => decoys::read(paths, &built_in)?,
+    };
     Ok(EvalOptions {
         style: PromptStyle { chat: asking.chat, separator, decoys },
         answer_tokens: asking.answer_tokens,
@@ -91,7 +96,8 @@ fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
     let seeds = first..first + asking.seeds as u64;
     let texts = |documents: usize| {
         let kinds = if asking.kinds.is_empty() { &Texts::KINDS[..] } else { &asking.kinds };
-        let draw = |seed| graded(Texts::new(documents).questions_of(kinds, seed, per_kind));
+        let texts = Texts::new(documents).of(asking.form.into()).with_length(asking.length);
+        let draw = |seed| graded(texts.questions_of(kinds, seed, per_kind));
         seeds.clone().map(draw).collect()
     };
     if let Some(documents) = asking.texts {

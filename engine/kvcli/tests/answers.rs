@@ -141,6 +141,22 @@ fn a_file_of_another_evaluation_is_refused_by_the_difference() {
     assert_fails(&nowhere, &kvc(&nowhere), 1, &["/nowhere/a.jsonl"]);
 }
 
+#[test]
+fn notes_about_firms_have_decoys_of_their_own_and_other_texts_have_the_built_in_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let asked = |form: &str, more: &[&str]| {
+        let file = folder.path().join(form).to_str().unwrap().to_owned();
+        let ask =
+            ["eval", "--texts", "2", "--seeds", "1", "--questions", "1", "--kind", "local", "--form", form];
+        kvc(&[&ask[..], &["--arm", "full", "--answers", &file], more].concat())
+    };
+    let built_in = ["--decoys", "built-in"];
+    assert!(asked("firms", &[]).status.success() && asked("mixed", &[]).status.success());
+    assert!(asked("mixed", &built_in).status.success());
+    let refused = asked("firms", &built_in);
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("its decoys is "), "{refused:?}");
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_file_that_cannot_be_written_ends_the_evaluation() {

@@ -208,6 +208,8 @@ fn wrong_usage_is_exit_code_2() {
         (&["eval", "--gate", "--arm", "full"], "cannot be used with"),
         (&["eval", "--arm", "sideways,alone,none"], "is not a strategy"),
         (&["eval", "--texts", "1"], "from 2 to 20"),
+        (&["eval", "--texts", "2", "--length", "50"], "from 100 to 10000"),
+        (&["eval", "--form", "mixed"], "--texts <N>"),
         (&["eval", "--grader", "odd"], "token-f1"),
         (&["eval", "--within", "3"], "--gate"),
         (&["eval", "--gate", "--context-scale", "0.9"], "cannot be used with"),
@@ -409,6 +411,11 @@ fn eval_measures_divergence_of_named_arms_and_shows_and_writes_answers() {
     let output = kvc(&[&texts[..], &["--show", "1"]].concat());
     let shown = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success() && shown.contains("reference: In which town"), "{shown}");
+    let mixed = kvc(&[&texts[..], &["--show", "1", "--form", "mixed", "--length", "200"]].concat());
+    let shown = String::from_utf8_lossy(&mixed.stdout).into_owned();
+    let kinds = ["local: ", "comparison: Which ", "reference: "];
+    assert!(mixed.status.success() && kinds.iter().all(|kind| shown.contains(kind)), "{shown}");
+    assert!(!shown.contains("firm"), "{shown}");
 }
 
 #[test]

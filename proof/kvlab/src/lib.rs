@@ -24,8 +24,8 @@ mod workload;
 pub use error::{Error, Result};
 pub use eval::{
     Arm, Estimate, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, Grader, Measure, Paired,
-    PromptStyle, Question, QuestionKind, Score, Texts, Trial, TuneOptions, TuneRow, Tuning, Verdict, World,
-    evaluate,
+    PromptStyle, Question, QuestionKind, Score, TextForm, Texts, Trial, TuneOptions, TuneRow, Tuning,
+    Verdict, World, evaluate,
 };
 pub use workload::{
     Arrival, ArrivalTimes, Popularity, RagReport, RagWorkload, SharedPrefix, Times, Traffic, TrafficReport,

@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use kvcore::{KeyForm, KvFormat};
-use kvlab::{Grader, QuestionKind, Texts};
+use kvlab::{Grader, QuestionKind, TextForm, Texts};
 
-use super::{BackendName, WeightsFormat, at_least_one, backend, key_form, kv_format};
+use super::{BackendName, WeightsFormat, at_least_one, backend, key_form, kv_format, number};
 
 /// Options for the questions and the model.
 #[derive(Debug, Args)]
@@ -20,9 +20,18 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) dataset: Option<PathBuf>,
 
-    /// Ask about this many short texts written by kvc: notes about invented firms, each with several facts.
+    /// Ask about this many documents per prompt, all written by kvc, each with several facts.
     #[arg(long, value_name = "N", value_parser = documents, conflicts_with = "dataset")]
     pub(crate) texts: Option<usize>,
+
+    /// With --texts: the form of the documents.
+    #[arg(long, value_enum, value_name = "FORM", default_value = "firms", requires = "texts")]
+    pub(crate) form: Form,
+
+    /// With --texts: approximate length of each document, in tokens. Longer documents contain more facts,
+    /// about which nothing is asked.
+    #[arg(long, value_name = "TOKENS", value_parser = length, default_value_t = 100, requires = "texts")]
+    pub(crate) length: usize,
 
     /// Kind of question to ask: local, cross-start, cross-middle, comparison or reference. May be repeated.
     /// Default: all kinds.
@@ -40,8 +49,9 @@ pub(crate) struct AskingArgs {
 
     /// File with a decoy, or directory of such files. A decoy is a document that the other documents see
     /// while they are computed, but that the question never sees (see --arm sequential,behind:N,none). May be
-    /// repeated. Default: notes like the ones that kvc writes for --texts.
-    #[arg(long, value_name = "FILE|DIR")]
+    /// repeated. Default: with --texts and --form firms, other notes about firms; otherwise built-in, the
+    /// generic documents that `kvc run` uses.
+    #[arg(long, value_name = "FILE|DIR|built-in")]
     pub(crate) decoys: Vec<PathBuf>,
 
     /// Rule that decides whether an answer is right. Overrides the dataset's own rule.
@@ -92,6 +102,29 @@ pub(crate) struct EngineArgs {
     /// wgpu:ADAPTER (see `kvc devices`).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
+}
+
+/// The form of the texts that kvc writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Form {
+    /// Notes about invented firms, which all contain the same kinds of facts.
+    Firms,
+    /// Documents of several kinds in one prompt: procedures, mails, product pages, settings of programs,
+    /// minutes, recipes, travel notes and fault reports.
+    Mixed,
+}
+
+impl From<Form> for TextForm {
+    fn from(form: Form) -> Self {
+        match form {
+            Form::Firms => Self::Firms,
+            Form::Mixed => Self::Mixed,
+        }
+    }
+}
+
+fn length(text: &str) -> Result<usize, String> {
+    number(text, |tokens| (100..=10_000).contains(tokens), "a whole number from 100 to 10000")
 }
 
 fn kind(text: &str) -> Result<QuestionKind, String> {

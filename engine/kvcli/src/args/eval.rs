@@ -19,6 +19,7 @@ Examples:
     kvc eval --model ./model --dataset questions.jsonl --strategy link:16 --strategy blend:0.15@2
     kvc eval --model smollm2.gguf --chat --texts 4 --questions 60 --measure divergence
     kvc eval --model smollm2.gguf --chat --texts 2 --arm full --arm sequential,with-system,link:16 --show 3
+    kvc eval --model smollm2.gguf --chat --texts 4 --form mixed --length 500 --answers mixed.jsonl
     kvc eval --read monday.jsonl --read tuesday.jsonl
     kvc eval --positions overlapped --context-temperature 0.9 --context-scale 0.9
     kvc eval --json --plot accuracy.svg

@@ -1,5 +1,5 @@
-//! Answer files. The first line holds the settings of the evaluation. Each other line holds an answer, the name
-//! of its arm and the digest of its question.
+//! Answer files. The first line holds the settings of the evaluation. Each other line holds an answer, the
+//! name of its arm and the digest of its question.
 
 use std::collections::HashSet;
 use std::fs::{File, OpenOptions};
@@ -16,8 +16,8 @@ use serde_json::{Map, Value, json};
 use crate::args::EvalArgs;
 use crate::error::{Error, Result};
 
-/// The settings that answers depend on, apart from the arm and the question. Their names are options or nearly
-/// so, because an error names the first one that differs.
+/// The settings that answers depend on, apart from the arm and the question. Their names are options or
+/// nearly so, because an error names the first one that differs.
 type Settings = Map<String, Value>;
 
 /// Returns the settings of an evaluation.
@@ -84,8 +84,8 @@ pub(super) struct AnswerFile {
 }
 
 impl AnswerFile {
-    /// Opens or creates a file. Returns its answers to these questions by these arms. An incomplete last line is
-    /// removed.
+    /// Opens or creates a file. Returns its answers to these questions by these arms. An incomplete last line
+    /// is removed.
     pub(super) fn open(
         path: &Path,
         settings: &Settings,

@@ -25,12 +25,12 @@ mod arm;
 mod divergence;
 mod gate;
 mod grader;
-mod natural;
 mod paired;
 mod question;
 mod score;
 mod statistics;
 mod style;
+mod texts;
 mod tune;
 mod world;
 
@@ -38,12 +38,12 @@ pub use arm::Arm;
 use divergence::Divergence;
 pub use gate::{Gate, GateCheck, GateLimits, Verdict};
 pub use grader::Grader;
-pub use natural::Texts;
 pub use paired::Paired;
 pub use question::{Question, QuestionKind};
 pub use score::{Score, Trial};
 pub use statistics::Estimate;
 pub use style::PromptStyle;
+pub use texts::{TextForm, Texts};
 pub use tune::{TuneOptions, TuneRow, Tuning};
 pub use world::World;
 
@@ -92,13 +92,13 @@ impl Evaluation {
     }
 }
 
-/// Asks every arm every question. `questions` holds one list per draw. `known` holds answers that the same arms
-/// gave to some of these questions earlier, with the same options; they are not asked for again. Calls
+/// Asks every arm every question. `questions` holds one list per draw. `known` holds answers that the same
+/// arms gave to some of these questions earlier, with the same options; they are not asked for again. Calls
 /// `answered` after each new answer, with the answer, the number of answers so far and the total.
 ///
 /// # Errors
-/// Returns the errors of the engine, for example if a prompt is too long for the model, the errors of the chat
-/// template, and the first error of `answered`, which ends the evaluation.
+/// Returns the errors of the engine, for example if a prompt is too long for the model, the errors of the
+/// chat template, and the first error of `answered`, which ends the evaluation.
 pub fn evaluate(
     engine: &mut Engine,
     codec: &TextCodec,
