@@ -69,6 +69,7 @@ for_every! {
     #[case("llama-yarn", 1)]
     #[case("qwen3", 1)]
     #[case("mistral", 1)]
+    #[case("gemma3", 3)]
     #[case("deepseek-v3", 1)]
     fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
         #[case] name: &str,

@@ -36,7 +36,7 @@ fn assert_same(got: &Generation, expected: &Generation) {
 
 #[rstest]
 fn reuse_behind_decoys_equals_computing_from_scratch(
-    #[values("llama", "mistral", "qwen2", "qwen3", "deepseek-v3")] name: &str,
+    #[values("llama", "mistral", "qwen2", "qwen3", "gemma3", "deepseek-v3")] name: &str,
     #[values("none", "link:2", "random:0.3@1", "question:0.4", "blend:0.5@1", "joint:0.5@1", "full")]
     strategy: &str,
     #[values(ComputeMode::Behind(3), ComputeMode::Slots(3))] mode: ComputeMode,

@@ -69,6 +69,7 @@ fn without_experts(config: &str) -> String {
 #[case("mistral", "none")]
 #[case("qwen2", "link:2")]
 #[case("qwen3", "none")]
+#[case("gemma3", "none")]
 #[case("deepseek-v3", "none")]
 #[case("deepseek-v3-plain", "none")]
 #[case("llama", "blend:0.5@1:both")]
@@ -152,7 +153,7 @@ fn bits(
 
 #[rstest]
 fn graphs_of_whole_decode_steps_give_the_bits_of_eager_steps(
-    #[values("llama", "mistral", "qwen2", "qwen3", "llama-dynamic", "deepseek-v3", LATENT)] name: &str,
+    #[values("llama", "mistral", "qwen2", "qwen3", "gemma3", "llama-dynamic", "deepseek-v3", LATENT)] name: &str,
     #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
     #[values(0, 1)] device: usize,
     #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,

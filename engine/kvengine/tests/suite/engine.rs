@@ -25,7 +25,7 @@ fn run(engine: &mut Engine, request: &Request) -> kvengine::Generation {
 
 for_every! {
     fn chunks_in_another_order_are_hits_and_change_no_token(
-        #[values("llama", "qwen2", "qwen3", "mistral", "llama-dynamic", "deepseek-v3")] name: &str,
+        #[values("llama", "qwen2", "qwen3", "mistral", "gemma3", "llama-dynamic", "deepseek-v3")] name: &str,
         cell: moving cell,
         #[values("f32", "bf16", "int8:8", "int4:4", "fp8-e4m3")] format: &str,
     ) {

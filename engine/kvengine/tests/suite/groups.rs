@@ -210,6 +210,21 @@ fn every_format_is_stored_as_in_one_arena(
     assert_same(&answer(CacheKind::Grouped), &answer(CacheKind::Paged), format);
 }
 
+/// Gemma 3's window is shorter than the prompt, and its sixth layer has none.
+#[test]
+fn layers_of_gemma_3_are_two_groups_that_answer_as_one() {
+    let answer = |cache| {
+        let model = endless(crate::common::config("gemma3"), "gemma3");
+        let mut engine = Engine::new(model, CpuBackend::new(), b"t", &config(cache)).unwrap();
+        let generation = engine.generate(&request(40, 30), &mut ()).unwrap();
+        (generation, engine.report().groups)
+    };
+    let ((grouped, groups), (paged, _)) = (answer(CacheKind::Grouped), answer(CacheKind::Paged));
+    let groups: Vec<_> = groups.iter().map(|group| (group.kind, group.layers)).collect();
+    assert_eq!(groups, [(GroupKind::SlidingWindow { window: 8 }, 6), (GroupKind::Full, 1)]);
+    assert_same(&grouped, &paged, "gemma3");
+}
+
 #[rstest]
 #[case("llama", GroupKind::Full)]
 #[case("mistral", GroupKind::SlidingWindow { window: 8 })]
