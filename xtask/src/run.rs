@@ -114,7 +114,7 @@ pub fn create_folder(path: &Path) -> Result {
 /// set it; `kvconform::skip` also reads it.
 pub const STRICT: &str = "KVCACHE_STRICT";
 
-/// Prints a message that a task is skipped, with the reason. Returns an error if [`STRICT`] is set.
+/// Reports that a task is skipped, and why. If [`STRICT`] is set, prints nothing and returns an error instead.
 pub fn skip(reason: &str) -> Result {
     if std::env::var_os(STRICT).is_some() {
         return Err(format!("nothing may be skipped here, but a test was skipped: {reason}"));

@@ -16,7 +16,8 @@ const TENSOR: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_tensor
 /// Threads per block, as declared in `copy.cu`.
 const THREADS: u32 = 256;
 
-/// The number of items that a team of threads copies at once, as declared in `copy.cu`.
+/// The number of units that each thread has in flight, as declared in `copy.cu`. A team of threads copies this
+/// many short items at once, or one long item.
 const DEPTH: u64 = 4;
 
 /// The maximum number of axes outside the items of a tensor copy.

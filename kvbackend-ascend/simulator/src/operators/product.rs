@@ -8,7 +8,7 @@ use crate::state::CallResult;
 use crate::task::Action;
 use crate::tensor::{View, load, store};
 
-/// The mode that keeps the operands' element types.
+/// The only supported value of aclnn's argument `cubeMathType`: products keep the operands' element types.
 const KEEP: i8 = 0;
 
 /// A batch of matrices, `[batch, rows, columns]`.

@@ -42,10 +42,10 @@ pub(super) unsafe fn dots<S: Simd, E: RowElement, const Q: usize>(
 /// Computes the products of `Q` queries with four rows, starting at row `t`.
 ///
 /// # Safety
-/// `queries` must have `Q * dim` elements. Each of `rows` must have `dim` elements and their scales, with
-/// room for three more rows' scales, and `t` must be the index of a row. `to` must have room for four
-/// elements at each of `Q` strides, initialised if `add` is true. The caller must be compiled for the
-/// instruction set of `S`.
+/// `queries` must have `Q * dim` elements. Each of `rows` must have `dim` elements. If rows have scales, the
+/// scales of three rows past the last one must be readable. `t` must be the index of a row. For each of the `Q`
+/// queries, `to` must have room for four elements, `stride` apart from the next query's; they must be
+/// initialised if `add` is true. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn block<S: Simd, E: RowElement, const Q: usize>(
     queries: *const f32,

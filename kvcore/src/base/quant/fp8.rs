@@ -124,8 +124,8 @@ impl Fp8Kind {
         }
     }
 
-    /// Returns the smallest static scale, but at least the smallest normal f32, for which a tensor whose
-    /// largest magnitude is `amax` does not saturate. Returns 1 if `amax` is not a positive finite number.
+    /// Returns the smallest static scale at which a tensor of largest magnitude `amax` does not saturate. The
+    /// scale is a normal f32, and 1 if `amax` is not a positive finite number.
     pub fn scale_for(self, amax: f32) -> f32 {
         if amax.is_finite() && amax > 0.0 { (amax / self.max()).max(f32::MIN_POSITIVE) } else { 1.0 }
     }

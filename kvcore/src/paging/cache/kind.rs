@@ -1,4 +1,4 @@
-//! The kinds of layer groups, which differ in the tokens that their layers attend to.
+//! The kinds of layer groups, which differ in the tokens that their layers attend to, or in what they store.
 
 /// The tokens that a group's layers attend to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

@@ -5,7 +5,7 @@ use kvbm_logical::{BlockManager, BlockRegistry, SequenceHash};
 
 use crate::{BATCH, PROMPTS_PER_POOL, Pool};
 
-/// The marker type for the peer's tier.
+/// The type parameter that tells kvbm-logical's memory tiers apart. There is only one here.
 #[derive(Clone)]
 pub struct PeerTier;
 

@@ -195,7 +195,8 @@ impl<'a> QuestionTurn<'a> {
     }
 
     // Decision: docs/decisions/tools.md#kvc-eval-warms-the-cache-with-another-order
-    /// Caches the documents for an arm, in another order. Arms with the same cell share them.
+    /// Caches the question's documents for an arm, in another order unless positions are absolute. Arms with the
+    /// same cell share the cached documents. Does nothing for full attention.
     fn warm(&mut self, arm: &Arm) -> Result<()> {
         let Some(cell) = arm.cell.filter(|cell| !self.warm.contains(cell)) else { return Ok(()) };
         let moves = cell.strategy != PositionStrategy::Absolute;
