@@ -5,6 +5,9 @@
 //! answers each prompt twice. With the converted directory in f32, it must choose the same tokens (no golden
 //! has a tie). With the GGUF file, it multiplies the blocks as stored. There it is fed the golden's answer,
 //! so each position is judged on its own, whatever token was chosen before it.
+//!
+//! `cargo xtask published --gemma` compares Gemma 3 270M's answers, from its GGUF file, with llama.cpp's answers
+//! (`gemma3.json`), in both ways.
 
 use std::path::Path;
 use std::process::Command;
