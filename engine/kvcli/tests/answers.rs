@@ -122,7 +122,7 @@ fn a_file_of_another_evaluation_is_refused_by_the_difference() {
     refused(&["--decoys", decoy.to_str().unwrap()], "its decoys is ");
     refused(&["--measure", "both"], "its measure is \"answers\", not \"both\"");
     refused(&["--kind", "cross-start"], "question 0 of draw 0 is not the one that it answers");
-    refused(&["--texts", "2"], "question 0 of draw 0 is not the one that it answers");
+    refused(&["--form", "mixed", "--texts", "2"], "question 0 of draw 0 is not the one that it answers");
     // Files without settings can be scored, but not continued.
     let old = text.split_once('\n').unwrap().1.to_owned();
     fs::write(&path, &old).unwrap();

@@ -1,4 +1,4 @@
-//! The finals: full attention, the reuse cells and a few strategies answer hundreds of local questions.
+//! The finals: full attention and a few strategies answer hundreds of local questions.
 //!
 //! The answers to each draw are kept in a file, so an interrupted run can be continued. The grades are
 //! written to `proof/kvlab/tests/published`, from where a run on another machine continues. A test checks the
@@ -11,56 +11,33 @@ use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
+use super::models::{Final, MODELS, Published};
 use super::{
     AnswerLine, EvalCall, FLOPS, FULL, KEPT, QUALITY, ask, plain, program, read, with_shares, write_table,
 };
 use xtask::published::folder;
 use xtask::run::{Result, create_folder, read as read_text, root, write as write_text};
 
-/// The command in the table's marker line.
+/// The command in the tables' marker line.
 const TABLE: &str = "cargo xtask published --answers";
-
-/// The number of questions per draw.
-const QUESTIONS: usize = 20;
 
 /// The first draw of timed questions. They differ from the graded questions.
 const TIMED: usize = 1000;
 
-/// The questions of the final for one number of documents.
-struct Final {
-    documents: usize,
-    draws: usize,
-    ways: &'static [&'static str],
+/// A model's questions about one form and number of documents.
+#[derive(Clone, Copy)]
+struct Asked {
+    model: &'static Published,
+    of: &'static Final,
 }
 
-/// The strategies that are compared with full attention: first the cells, then the finalists from the screen.
-const WAYS: &[&str] = &[
-    "overlapped, with-system, none",
-    "overlapped, alone, none",
-    "sequential, alone, none",
-    "sequential, with-system, none",
-    "sequential, with-system, link:16",
-    "sequential, with-system, question:0.2",
-    "sequential, with-system, question:0.3",
-    "sequential, with-system, question:0.5",
-    "sequential, alone, link:16",
-    "sequential, alone, link:32",
-];
-
-/// With eight documents, full attention itself answers too few questions correctly to judge by. A few
-/// questions are enough to show that.
-const FINALS: [Final; 3] = [
-    Final { documents: 2, draws: 20, ways: WAYS },
-    Final { documents: 4, draws: 20, ways: WAYS },
-    Final { documents: 8, draws: 2, ways: &["sequential, with-system, question:0.5"] },
-];
-
-/// The grades of the answers about one number of documents.
+/// The grades of the answers to such questions.
 #[derive(Serialize, Deserialize)]
 struct KeptFinal {
     documents: usize,
+    /// The number of questions that full attention has answered.
     questions: usize,
-    /// Full attention comes first.
+    /// Full attention comes first. Other strategies may have answered fewer questions.
     ways: Vec<WayResult>,
 }
 
@@ -80,63 +57,154 @@ struct WayResult {
     ttft_ms: Option<f64>,
 }
 
-/// Asks all questions that have no answers so far, and measures times.
-pub(super) fn run() -> Result {
-    restore()?;
-    for Final { documents, draws, ways } in FINALS {
-        for draw in 0..draws {
-            println!("{documents} documents, draw {} of {draws}", draw + 1);
-            complete(documents, draw, ways)?;
-        }
-        if read_kept(documents)?.is_some_and(|kept| kept.times(ways)) {
-            continue;
-        }
-        let asked = EvalCall { documents, first: TIMED, draws: 1, questions: QUESTIONS, local: true };
-        ask(ways, asked, "answers", &times(documents))?;
-    }
-    keep()
+/// Returns all questions of a model.
+fn all(model: &'static Published) -> impl Iterator<Item = Asked> {
+    model.finals.iter().map(move |of| Asked { model, of })
 }
 
-/// Asks a draw's questions with the strategies that have not answered them.
-fn complete(documents: usize, draw: usize, ways: &[&str]) -> Result {
-    let file = answers(documents, draw);
-    let old = std::fs::read_to_string(&file).unwrap_or_default();
-    let known: Vec<String> = if old.is_empty() { Vec::new() } else { names(&read(&file)?) };
-    let missing: Vec<&str> =
-        ways.iter().copied().filter(|way| !known.iter().any(|known| known == way)).collect();
-    if missing.is_empty() {
-        return Ok(());
+/// Asks all questions that have no answers so far, and measures times. All forms and numbers of documents
+/// have about equally many answers if the run is interrupted.
+pub(super) fn run(model: &'static Published) -> Result {
+    let most = model.finals.iter().map(|of| of.draws).max().unwrap_or(0);
+    for asked in all(model) {
+        asked.restore()?;
     }
-    let asked = EvalCall { documents, first: draw, draws: 1, questions: QUESTIONS, local: true };
-    let more = file.with_extension("more");
-    ask(&missing, asked, "answers", &more)?;
-    write_text(&file, &(old + &read_text(&more)?))?;
-    std::fs::remove_file(&more).map_err(|e| format!("{}: {e}", more.display()))
-}
-
-/// Restores the draws' answers from the kept grades, with each strategy's average cost.
-fn restore() -> Result {
-    create_folder(&folder().join("finals"))?;
-    for Final { documents, draws, .. } in FINALS {
-        let Some(kept) = read_kept(documents)? else { continue };
-        for draw in (0..draws).filter(|draw| (draw + 1) * QUESTIONS <= kept.questions) {
-            let file = answers(documents, draw);
-            if !file.exists() {
-                write_text(&file, &kept.draw(draw))?;
+    for draw in 0..most {
+        for asked in all(model).filter(|asked| draw < asked.of.draws) {
+            println!("{}, draw {} of {}", asked.name(), draw + 1, asked.of.draws);
+            if asked.complete(draw)? {
+                asked.keep()?;
             }
         }
+    }
+    for asked in all(model) {
+        if asked.kept()?.is_some_and(|kept| kept.times(asked.of.ways)) {
+            continue;
+        }
+        ask(asked.of.ways, asked.call(TIMED), "answers", &asked.times())?;
+        asked.keep()?;
     }
     Ok(())
 }
 
-/// Returns the file of a draw's answers.
-fn answers(documents: usize, draw: usize) -> PathBuf {
-    folder().join(format!("finals/answers-{documents}-{draw}.jsonl"))
-}
+impl Asked {
+    /// Returns the questions of a draw.
+    fn call(self, draw: usize) -> EvalCall {
+        let Self { model, of: &Final { form, documents, .. } } = self;
+        EvalCall { model, form, documents, first: draw, draws: 1, questions: model.questions, local: true }
+    }
 
-/// Returns the file of the timed answers.
-fn times(documents: usize) -> PathBuf {
-    folder().join(format!("finals/times-{documents}.jsonl"))
+    /// Returns a name for messages.
+    fn name(self) -> String {
+        format!("{}, {}, {} documents", self.model.name, self.of.form, self.of.documents)
+    }
+
+    /// Asks a draw's questions with the strategies that have not answered them. Returns true if there were
+    /// any.
+    fn complete(self, draw: usize) -> Result<bool> {
+        let file = self.answers(draw);
+        let old = std::fs::read_to_string(&file).unwrap_or_default();
+        let known: Vec<String> = if old.is_empty() { Vec::new() } else { names(&read(&file)?) };
+        let ways = self.of.ways.iter().copied();
+        let missing: Vec<&str> = ways.filter(|way| !known.iter().any(|known| known == way)).collect();
+        if missing.is_empty() {
+            return Ok(false);
+        }
+        let more = file.with_extension("more");
+        ask(&missing, self.call(draw), "answers", &more)?;
+        write_text(&file, &(old + &read_text(&more)?))?;
+        std::fs::remove_file(&more).map_err(|e| format!("{}: {e}", more.display()))?;
+        Ok(true)
+    }
+
+    /// Restores the draws' answers from the kept grades, with each strategy's average cost.
+    fn restore(self) -> Result {
+        create_folder(&self.folder())?;
+        let Some(kept) = self.kept()? else { return Ok(()) };
+        let per_draw = self.model.questions;
+        for draw in (0..self.of.draws).filter(|draw| (draw + 1) * per_draw <= kept.questions) {
+            let file = self.answers(draw);
+            if !file.exists() {
+                write_text(&file, &kept.draw(draw, per_draw))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the folder of the answers.
+    fn folder(self) -> PathBuf {
+        folder().join("finals").join(self.model.name)
+    }
+
+    /// Returns the file of a draw's answers.
+    fn answers(self, draw: usize) -> PathBuf {
+        self.folder().join(format!("{}-{}-{draw}.jsonl", self.of.form, self.of.documents))
+    }
+
+    /// Returns the file of the timed answers.
+    fn times(self) -> PathBuf {
+        self.folder().join(format!("times-{}-{}.jsonl", self.of.form, self.of.documents))
+    }
+
+    /// Returns the path of the kept grades.
+    fn path(self) -> PathBuf {
+        root().join(KEPT).join(self.model.name).join(format!("{}-{}.json", self.of.form, self.of.documents))
+    }
+
+    /// Reads the kept grades.
+    fn kept(self) -> Result<Option<KeptFinal>> {
+        let path = self.path();
+        if !path.exists() {
+            return Ok(None);
+        }
+        let text = read_text(&path)?;
+        serde_json::from_str(&text).map(Some).map_err(|e| format!("{}: {e}", path.display()))
+    }
+
+    /// Writes the grades. A strategy's grades end at the first draw that it has not answered.
+    fn keep(self) -> Result {
+        let Final { documents, draws, ways, .. } = *self.of;
+        let files = (0..draws).map(|draw| self.answers(draw)).take_while(|file| file.exists());
+        let draw_answers = files.map(|file| read(&file)).collect::<Result<Vec<_>>>()?;
+        let timed = self.times();
+        let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
+        let mut results: Vec<WayResult> = Vec::new();
+        for way in std::iter::once(FULL).chain(ways.iter().copied()) {
+            let has = |answers: &&Vec<AnswerLine>| names(answers).iter().any(|name| name == way);
+            let of_way = of_way(way, draw_answers.iter().take_while(has), &timed);
+            results.extend(Some(of_way).filter(|result| !result.right.is_empty()));
+        }
+        // All times must come from one machine, so kept times stay unless all times are new.
+        if let Some(before) = self.kept()?
+            && results.iter().any(|way| way.ttft_ms.is_none())
+        {
+            for way in &mut results {
+                way.ttft_ms = before.time(&way.name);
+            }
+        }
+        let Some(full) = results.first() else { return Ok(()) };
+        let kept = KeptFinal { documents, questions: full.right.len(), ways: results };
+        let text = serde_json::to_string_pretty(&kept).map_err(|e| e.to_string())?;
+        create_folder(&root().join(KEPT).join(self.model.name))?;
+        write_text(&self.path(), &(text + "\n"))
+    }
+
+    /// Returns each strategy's loss with its bounds, computed from the answers.
+    fn bounds(self) -> Result<BTreeMap<String, LossBounds>> {
+        let mut command = Command::new(program());
+        command.args(["eval", "--json"]);
+        for file in (0..self.of.draws).map(|draw| self.answers(draw)).filter(|file| file.exists()) {
+            command.arg("--read").arg(file);
+        }
+        let output = command.output().map_err(|e| format!("`kvc eval` cannot be run: {e}"))?;
+        if !output.status.success() {
+            return Err(format!("`kvc eval` says {}", String::from_utf8_lossy(&output.stderr)));
+        }
+        let scores: Scores =
+            serde_json::from_slice(&output.stdout).map_err(|e| format!("`kvc eval` printed {e}"))?;
+        let of = |score: WayScore| Some((plain(&score.name), score.paired?));
+        Ok(scores.scores.into_iter().filter_map(of).collect())
+    }
 }
 
 /// Returns the names of the strategies, in order of first occurrence.
@@ -151,40 +219,25 @@ fn names(answers: &[AnswerLine]) -> Vec<String> {
     names
 }
 
-/// Returns the path of the grades kept for a number of documents.
-fn kept(documents: usize) -> PathBuf {
-    root().join(KEPT).join(format!("{documents}.json"))
-}
-
-/// Reads the grades kept for a number of documents.
-fn read_kept(documents: usize) -> Result<Option<KeptFinal>> {
-    let path = kept(documents);
-    if !path.exists() {
-        return Ok(None);
-    }
-    let text = read_text(&path)?;
-    serde_json::from_str(&text).map(Some).map_err(|e| format!("{}: {e}", path.display()))
-}
-
 impl KeptFinal {
     /// Returns the table cells in a strategy's row that come before and after the points it loses.
-    fn cells(&self, way: &WayResult) -> [String; 2] {
+    fn cells(&self, form: &str, way: &WayResult) -> [String; 2] {
         let time = match (way.ttft_ms, self.time(FULL)) {
             (Some(ms), Some(full)) => format!("{ms:.0} ms, {:.0} %", 100.0 * ms / full),
             _ => "–".to_owned(),
         };
-        let (right, asked) = (way.right.matches('1').count(), self.questions);
+        let (right, asked) = (way.right.matches('1').count(), way.right.len());
         [
-            format!("| {} | {} | {right} of {asked} | ", self.documents, way.name),
+            format!("| {form} | {} | {} | {right} of {asked} | ", self.documents, way.name),
             format!(" | {:.0} % | {:.0} % | {time} |", 100.0 * way.recomputed, 100.0 * way.operations),
         ]
     }
 
     /// Returns a draw's answers as a string of digits.
-    fn draw(&self, draw: usize) -> String {
+    fn draw(&self, draw: usize, per_draw: usize) -> String {
         let mut text = String::new();
         for WayResult { name, right, recomputed, operations, .. } in &self.ways {
-            for (question, right) in right.bytes().skip(draw * QUESTIONS).take(QUESTIONS).enumerate() {
+            for (question, right) in right.bytes().skip(draw * per_draw).take(per_draw).enumerate() {
                 text += &AnswerLine {
                     name: name.clone(),
                     draw,
@@ -213,49 +266,15 @@ impl KeptFinal {
     }
 }
 
-/// Writes the grades for all draws that every strategy has answered.
-fn keep() -> Result {
-    for Final { documents, draws, ways } in FINALS {
-        // Kept draws are numbered in order, so draws after a gap are not kept.
-        let mut draw_answers = Vec::new();
-        for draw in (0..draws).take_while(|&draw| answers(documents, draw).exists()) {
-            let answers = read(&answers(documents, draw))?;
-            let known = names(&answers);
-            if !ways.iter().all(|way| known.iter().any(|known| known == way)) {
-                break;
-            }
-            draw_answers.push(answers);
-        }
-        if draw_answers.is_empty() {
-            continue;
-        }
-        let timed = times(documents);
-        let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
-        let all = || std::iter::once(FULL).chain(ways.iter().copied());
-        let mut ways: Vec<WayResult> = all().map(|way| of_way(way, &draw_answers, &timed)).collect();
-        // All times must come from one machine, so kept times stay unless all times are new.
-        if let Some(before) = read_kept(documents)?
-            && ways.iter().any(|way| way.ttft_ms.is_none())
-        {
-            for way in &mut ways {
-                way.ttft_ms = before.time(&way.name);
-            }
-        }
-        let questions = ways.first().map_or(0, |way| way.right.len());
-        let text = serde_json::to_string_pretty(&KeptFinal { documents, questions, ways })
-            .map_err(|e| e.to_string())?;
-        let path = kept(documents);
-        create_folder(&root().join(KEPT))?;
-        write_text(&path, &(text + "\n"))?;
-    }
-    Ok(())
-}
-
 /// Collects a strategy's answers, question by question. If there are several answers to a question, only the
 /// first one is used.
-fn of_way(way: &str, draws: &[Vec<AnswerLine>], timed: &[AnswerLine]) -> WayResult {
+fn of_way<'a>(
+    way: &str,
+    draws: impl IntoIterator<Item = &'a Vec<AnswerLine>>,
+    timed: &[AnswerLine],
+) -> WayResult {
     let mut of_questions: BTreeMap<(usize, usize), (bool, f64, f64)> = BTreeMap::new();
-    for (answer, share) in draws.iter().flat_map(|answers| with_shares(answers)) {
+    for (answer, share) in draws.into_iter().flat_map(|answers| with_shares(answers)) {
         if plain(&answer.name) == way {
             let right = answer.right.unwrap_or(false);
             let question = (answer.draw, answer.question);
@@ -300,47 +319,44 @@ struct LossBounds {
     at_most: f64,
 }
 
-/// Returns each strategy's loss with its bounds, computed from the answers.
-fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, LossBounds>> {
-    let mut command = Command::new(program());
-    command.args(["eval", "--json"]);
-    for draw in (0..draws).filter(|&draw| answers(documents, draw).exists()) {
-        command.arg("--read").arg(answers(documents, draw));
-    }
-    let output = command.output().map_err(|e| format!("`kvc eval` cannot be run: {e}"))?;
-    if !output.status.success() {
-        return Err(format!("`kvc eval` says {}", String::from_utf8_lossy(&output.stderr)));
-    }
-    let scores: Scores =
-        serde_json::from_slice(&output.stdout).map_err(|e| format!("`kvc eval` printed {e}"))?;
-    let of = |score: WayScore| Some((plain(&score.name), score.paired?));
-    Ok(scores.scores.into_iter().filter_map(of).collect())
-}
-
-/// Writes the table in docs/quality.md.
+/// Writes the tables in docs/quality.md, one for each model with answers.
 pub(super) fn write() -> Result {
-    restore()?;
-    keep()?;
-    let mut table = String::from(
-        "| documents | positions, mode, recomputed | right | points lost | tokens recomputed | operations | time to first token |\n\
-         |---|---|---|---|---|---|---|\n",
-    );
-    for Final { documents, draws, .. } in FINALS {
-        let Some(kept) = read_kept(documents)? else { continue };
-        let bounds = bounds(documents, draws)?;
-        for way in &kept.ways {
-            let lost = match bounds.get(&way.name).filter(|_| way.name != FULL) {
-                Some(LossBounds { loss, at_least, at_most }) => {
-                    let [loss, least, most] = [loss, at_least, at_most].map(|share| 100.0 * share);
-                    format!("{loss:.1} ({least:.1} to {most:.1})")
-                }
-                None => "–".to_owned(),
-            };
-            let [right, costs] = kept.cells(way);
-            let _ = writeln!(table, "{right}{lost}{costs}");
+    let mut tables = Vec::new();
+    for model in &MODELS {
+        let mut rows = String::new();
+        for asked in all(model) {
+            asked.restore()?;
+            asked.keep()?;
+            let Some(kept) = asked.kept()? else { continue };
+            let bounds = asked.bounds()?;
+            for way in &kept.ways {
+                let lost = match bounds.get(&way.name).filter(|_| way.name != FULL) {
+                    Some(LossBounds { loss, at_least, at_most }) => {
+                        let [loss, least, most] = [loss, at_least, at_most].map(|share| 100.0 * share);
+                        format!("{loss:.1} ({least:.1} to {most:.1})")
+                    }
+                    None => "–".to_owned(),
+                };
+                let [right, costs] = kept.cells(asked.of.form, way);
+                let _ = writeln!(rows, "{right}{lost}{costs}");
+            }
+        }
+        if !rows.is_empty() {
+            tables.push(format!("{}\n{rows}", heading(model)));
         }
     }
-    write_table(QUALITY, TABLE, &table)
+    write_table(QUALITY, TABLE, &tables.join("\n"))
+}
+
+/// Returns the lines in front of a model's rows.
+fn heading(model: &Published) -> String {
+    format!(
+        "**{}**\n\n\
+         | texts | documents | positions, mode, recomputed | right | points lost | tokens recomputed | operations | time to \
+         first token |\n\
+         |---|---|---|---|---|---|---|---|",
+        model.title
+    )
 }
 
 #[cfg(test)]
@@ -388,13 +404,14 @@ mod tests {
             operations,
             ttft_ms: None,
         };
-        let (first, second) = ("10".repeat(QUESTIONS / 2), "0".repeat(QUESTIONS));
+        let (first, second) = ("10".repeat(10), "0".repeat(20));
         let ways = vec![
             way(FULL, [&second, &first], 1.0, 1.0),
             way("sequential, alone, none", [&first, &second], 0.0, 0.0372),
         ];
-        let kept = KeptFinal { documents: 4, questions: 2 * QUESTIONS, ways };
-        let read = |draw| kept.draw(draw).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let kept = KeptFinal { documents: 4, questions: 40, ways };
+        let read =
+            |draw| kept.draw(draw, 20).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         let draws: Vec<Vec<AnswerLine>> = (0..2).map(read).collect();
         for way in &kept.ways {
             let again = of_way(&way.name, &draws, &[]);
@@ -421,9 +438,14 @@ mod tests {
     #[test]
     fn the_readme_shows_the_kept_finals() {
         let readme = include_str!("../../../../README.md").replace(['*', ','], "");
-        let [two, four] = [2, 4].map(|documents| read_kept(documents).unwrap().expect("a kept file"));
+        let notes = |documents: usize| {
+            let found =
+                all(&MODELS[0]).find(|asked| (asked.of.form, asked.of.documents) == ("firms", documents));
+            found.unwrap().kept().unwrap().expect("a kept file")
+        };
+        let [two, four] = [2, 4].map(notes);
         let default = |name: &str| name == "sequential, with-system, question:0.5";
-        let none = |name: &str| name.ends_with(", none");
+        let none = |name: &str| name.ends_with(", none") && !name.contains("behind");
         let of =
             |strategies: &dyn Fn(&str) -> bool| [shown(&two, strategies), shown(&four, strategies)].concat();
         for (row, cells) in [
@@ -437,29 +459,48 @@ mod tests {
     }
 
     #[test]
-    fn kept_finals_are_whole() {
-        for Final { documents, draws, ways } in FINALS {
-            let kept = read_kept(documents).unwrap().expect("a kept file");
+    fn kept_grades_are_whole_draws_that_full_attention_has_answered() {
+        for asked in MODELS.iter().flat_map(all) {
+            let Some(kept) = asked.kept().unwrap() else { continue };
+            let place = asked.name();
             let names: Vec<&str> = kept.ways.iter().map(|way| &*way.name).collect();
-            assert_eq!(names, [&[FULL], ways].concat());
-            assert_eq!(kept.questions, draws * QUESTIONS, "{documents} documents");
-            assert!(kept.ways.iter().all(|way| way.right.len() == kept.questions), "{documents} documents");
+            let known = asked.of.ways.iter().copied().filter(|way| names.contains(way));
+            assert_eq!(names, [FULL].into_iter().chain(known).collect::<Vec<_>>(), "{place}");
+            assert_eq!(kept.ways[0].right.len(), kept.questions, "{place}");
+            for way in &kept.ways {
+                let answers = way.right.len();
+                assert!(answers <= kept.questions && answers > 0, "{place}: {}", way.name);
+                assert_eq!(answers % asked.model.questions, 0, "{place}: {}", way.name);
+            }
+            assert_eq!(kept.documents, asked.of.documents, "{place}");
         }
+        let kept = all(&MODELS[0]).filter(|asked| asked.kept().unwrap().is_some());
+        assert!(kept.count() >= 3, "the first model has answered");
     }
 
     #[test]
     fn the_page_shows_the_kept_finals() {
         let page = include_str!("../../../../docs/quality.md");
-        let mut rows = xtask::page::table(page, TABLE).unwrap().lines().skip(2);
-        for Final { documents, .. } in FINALS {
-            let kept = read_kept(documents).unwrap().expect("a kept file");
-            for way in &kept.ways {
-                let [right, costs] = kept.cells(way);
-                let row = rows.next().unwrap_or_default();
-                let same = row.starts_with(&right) && row.ends_with(&costs);
-                assert!(same, "{row}\n{right}…{costs}: `cargo xtask published --table` writes it");
+        let mut lines = xtask::page::table(page, TABLE).unwrap().lines().filter(|line| !line.is_empty());
+        let written = "`cargo xtask published --table` writes it";
+        for model in &MODELS {
+            let kept: Vec<_> =
+                all(model).filter_map(|asked| Some((asked.of.form, asked.kept().unwrap()?))).collect();
+            if kept.is_empty() {
+                continue;
+            }
+            for line in heading(model).lines().filter(|line| !line.is_empty()) {
+                assert_eq!(lines.next(), Some(line), "{written}");
+            }
+            for (form, kept) in &kept {
+                for way in &kept.ways {
+                    let [right, costs] = kept.cells(form, way);
+                    let row = lines.next().unwrap_or_default();
+                    let same = row.starts_with(&right) && row.ends_with(&costs);
+                    assert!(same, "{row}\n{right}…{costs}: {written}");
+                }
             }
         }
-        assert_eq!(rows.next(), None);
+        assert_eq!(lines.next(), None);
     }
 }

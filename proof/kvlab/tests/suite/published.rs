@@ -25,8 +25,8 @@ struct GradedWay {
 }
 
 fn kept(documents: usize) -> KeptGrades {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/published");
-    let text = std::fs::read_to_string(folder.join(format!("{documents}.json"))).unwrap();
+    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/published/smollm2-135m");
+    let text = std::fs::read_to_string(folder.join(format!("firms-{documents}.json"))).unwrap();
     serde_json::from_str(&text).unwrap()
 }
 
