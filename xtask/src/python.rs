@@ -183,6 +183,11 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
         let mut gate = python_of(VLLM);
         gate.args(["-m", "kvcache.vllm", "check"]).args(&published);
         run(gate.args(["--questions", "2", "--floor", "0", "--tolerance", "100"]), "the check of a model")?;
+        // Behind decoys, a few questions are enough: without them, half of the right answers are lost.
+        let mut gate = python_of(VLLM);
+        gate.args(["-m", "kvcache.vllm", "check"]).args(&published);
+        let asked = ["--mode", "behind:3", "--recompute", "none", "--notes", "4", "--floor", "20", "--tolerance", "5"];
+        run(gate.args(asked), "the check of chunks behind decoys")?;
     }
     if wanted(VllmPart::Docs) {
         check("check_docs", &published, &[])?;
