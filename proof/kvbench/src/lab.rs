@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, CpuOptions};
 use kvcore::{
-    ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, BlockOrder, CopyBlocks, DType,
-    Gather, KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, QueryRow, Result, Rope, RopeConfig,
-    RotateKeys, Rotation, Scatter, Segment, Stream, SwapBlocks, TensorView, WritePairs, WriteSlots,
-    allocate_tensor,
+    ApplyRope, Attend, AttendMass, AttendMla, AttendRows, AttendWork, Backend, BlockId, BlockOrder,
+    CopyBlocks, DType, Gather, KeyForm, KvArena, KvFormat, KvLayout, KvShape, MemoryKind, QueryRow, Result,
+    Rope, RopeConfig, RotateKeys, Rotation, Scatter, Segment, Stream, SwapBlocks, TensorView, WritePairs,
+    WriteSlots, allocate_tensor,
 };
 
 /// The number of KV heads.
@@ -153,6 +153,26 @@ impl Lab {
             out: self.rows(rows, self.heads * GROUP)?,
             lse: None,
         })
+    }
+
+    /// Returns an [`AttendMass`] from the last block's tokens to all earlier tokens, of which there must be
+    /// some. Runs the attention, which writes the log-sum-exps.
+    pub fn attend_mass(&self) -> Result<AttendMass> {
+        let before = self.tokens - BLOCK;
+        let blocks: Vec<BlockId> = self.blocks.iter().map(|&block| BlockId(block)).collect();
+        let (first, last) = blocks.split_at(blocks.len() - 1);
+        let segments = [
+            Segment::new(first.into(), before, 0, 0),
+            Segment::new(last.into(), BLOCK, before, before as i64),
+        ];
+        let zeros =
+            |shape: &[usize]| allocate_tensor(self.backend.as_ref(), MemoryKind::Device, DType::F32, shape);
+        let attend = self.attend(BLOCK, true)?;
+        let entry = AttendRows::new(0..BLOCK, segments);
+        let work = Arc::new(AttendWork::new(attend.work.rows(), [entry]));
+        let attend = Attend { work, lse: Some(zeros(&[BLOCK, self.heads * GROUP])?), ..attend };
+        self.stream.attend(&attend)?;
+        Ok(AttendMass { attend, q_latent: None, entry: 0, sums: zeros(&[before])? })
     }
 }
 

@@ -47,6 +47,8 @@ fn chunk_reuse(chunk: ChunkReuse) -> ChunkReuse {
 #[bench::attend_decode_f32(HotKernel::attend(DType::F32, 1))]
 #[bench::attend_prefill_bf16(HotKernel::attend(DType::BF16, 64))]
 #[bench::attend_prefill_f32(HotKernel::attend(DType::F32, 64))]
+#[bench::attend_mass_bf16(HotKernel::attend_mass(DType::BF16))]
+#[bench::attend_mass_f32(HotKernel::attend_mass(DType::F32))]
 fn kernel(kernel: HotKernel) -> HotKernel {
     kernel.run();
     kernel

@@ -67,6 +67,14 @@ impl HotKernel {
         })
     }
 
+    /// Creates an `attend_mass` of the last block's 16 tokens over all earlier tokens.
+    pub fn attend_mass(dtype: DType) -> Self {
+        Self::ready(dtype, |lab| {
+            let op = lab.attend_mass()?;
+            Ok(Box::new(move |stream| stream.attend_mass(&op)))
+        })
+    }
+
     /// Creates an operation and runs it once.
     fn ready(dtype: DType, make: impl FnOnce(&Lab) -> Result<KernelWork>) -> Self {
         // BLAKE3 and the C library also choose their code by the processor's features.
