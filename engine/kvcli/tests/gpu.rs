@@ -31,13 +31,12 @@ fn the_demo_answers_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] backend: &
         };
         answers.as_array().unwrap().iter().map(strip).collect()
     };
-    for format in formats(backend) {
-        let demo = |backend: &str| json(&["demo", "--json", "--dtype", format, "--backend", backend]);
-        let Some(there) = demo(backend) else { return };
-        let here = demo("cpu").unwrap();
-        assert_eq!(without_times(&there), without_times(&here), "{format}");
-        assert!(here.as_array().unwrap().len() > 3);
-    }
+    // Every format is tested below with a shorter command.
+    let demo = |backend: &str| json(&["demo", "--json", "--dtype", "int8", "--backend", backend]);
+    let Some(there) = demo(backend) else { return };
+    let here = demo("cpu").unwrap();
+    assert_eq!(without_times(&there), without_times(&here));
+    assert!(here.as_array().unwrap().len() > 3);
 }
 
 /// Returns the cache formats that a backend supports. The only quantised formats of the Ascend backend
