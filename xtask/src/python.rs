@@ -186,7 +186,7 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
         // Behind decoys, a few questions are enough: without them, half of the right answers are lost.
         let mut gate = python_of(VLLM);
         gate.args(["-m", "kvcache.vllm", "check"]).args(&published);
-        let asked = ["--mode", "behind:3", "--recompute", "none", "--notes", "4", "--floor", "20", "--tolerance", "5"];
+        let asked = "--mode behind:3 --recompute none --notes 4 --floor 20 --tolerance 5".split(' ');
         run(gate.args(asked), "the check of chunks behind decoys")?;
     }
     if wanted(VllmPart::Docs) {

@@ -153,7 +153,8 @@ fn bits(
 
 #[rstest]
 fn graphs_of_whole_decode_steps_give_the_bits_of_eager_steps(
-    #[values("llama", "mistral", "qwen2", "qwen3", "gemma3", "llama-dynamic", "deepseek-v3", LATENT)] name: &str,
+    #[values("llama", "mistral", "qwen2", "qwen3", "gemma3", "llama-dynamic", "deepseek-v3", LATENT)]
+    name: &str,
     #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
     #[values(0, 1)] device: usize,
     #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,
