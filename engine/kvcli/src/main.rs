@@ -4,7 +4,7 @@
 //!
 //! - [`args`]: the command line, and its help
 //! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`devices`]: the commands
-//! - [`asking`]: the engine and the questions of `eval` and `tune`
+//! - [`asking`], [`decoys`]: the engine and the questions of `eval` and `tune`; files with decoys
 //! - [`backend`], [`load`], [`embedded`]: devices and models
 //! - [`report`], [`progress`], [`plot`], [`memory`]: the output
 //! - [`error`]: failures, with advice

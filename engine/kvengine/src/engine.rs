@@ -70,9 +70,9 @@ impl Engine {
     /// [`report`](Self::report) counts the blocks of both engines. A request does not wait for blocks that
     /// the other engine holds; it fails with [`OutOfBlocks`](kvcore::Error::OutOfBlocks).
     ///
+    /// # Errors
     /// - Returns [`kvcore::Error::Mismatch`] if the keys and values of `model` differ in shape from this
     ///   engine's.
-    /// - Returns [`kvcore::Error::Mismatch`] if the model's keys and values have a different shape.
     /// - Returns [`Error::NoChunks`] if this engine has a static or a grouped cache.
     /// - Returns [`Error::NoSleepMode`] if this engine's pools can sleep.
     pub fn sharing_memory(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {

@@ -31,6 +31,7 @@ impl Assembler<'_> {
         Ok(plan.chunks.iter().take(if several { usize::MAX } else { 1 }).map(hasher).collect())
     }
 
+    // Decision: docs/decisions/chunks.md#a-slot-is-a-number-of-decoys
     /// Returns the plan with every chunk in a slot of its own, so that as many chunks as possible are stored
     /// in their slots. With several ranks, keeps the slots of the plan, because the ranks must agree.
     pub(super) fn in_slots(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<PositionPlan> {

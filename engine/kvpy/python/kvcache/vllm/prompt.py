@@ -130,6 +130,7 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
     return ChunkPlan(parts[0], tuple(parts[1:]), mode, recompute, _seen_decoys(mode, params.get("chunk_decoys", ())))
 
 
+# Decision: docs/decisions/vllm.md#decoys-come-with-the-request-and-leave-no-gap
 def _seen_decoys(mode: str, decoys: Any) -> tuple[int, ...]:
     """Returns the tokens of the decoys that a chunk sees."""
     if not (isinstance(decoys, (list, tuple)) and all(_are_tokens(decoy) for decoy in decoys)):
