@@ -160,6 +160,7 @@ impl PyKvCache {
     }
 }
 
+// Decision: docs/decisions/managers.md#the-received-matrix-answers-questions-and-is-not-a-tensor
 /// A matrix `[num_chunks, num_stages]` that records which pieces of a merge have arrived. It is printed as a
 /// table.
 #[pyclass(frozen, name = "ReceivedMatrix", module = "kvcache")]
