@@ -353,7 +353,7 @@ fn wrong_usage_is_exit_code_2() {
         (&["--messages", "a", "--system", "b"], "cannot be used with"),
         (&["--messages", "a", "--separator", "##"], "cannot be used with"),
         (&["-p", "a", "--document", "b", "--separator", "##"], "cannot be used with"),
-        (&["-p", "a", "--chunks", "sink:0"], "sink:TOKENS or behind:DECOYS, with at least one"),
+        (&["-p", "a", "--chunks", "sink:0"], "behind:DECOYS or slots:SLOTS, with at least one"),
         (&["-p", "a", "--stop", ""], "end every answer immediately"),
         (&["-p", "a", "--threads", "0"], "1 or more"),
         (&["-p", "a", "--answer", "1"], "--json"),

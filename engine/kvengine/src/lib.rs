@@ -10,7 +10,7 @@
 //! let codec = loaded.codec;
 //! let mut engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
 //! let prompt = PromptTokens::split(&codec, "answer briefly ## alba is red . ## alba ?", "##", true)?;
-//! // This setting had the smallest loss in measurements. Without it, nothing is recomputed.
+//! // The setting with the smallest loss in measurements. Without it, nothing is recomputed.
 //! let request = Request::new(prompt).reusing(&Reuse::default());
 //! let answer = engine.generate(&request, &mut ())?;
 //! println!("{}", codec.decode(&answer.tokens)?);
