@@ -353,11 +353,13 @@ def test_spans_and_counters_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = profiler.summary()
     inner, outer = found["inner"], found["outer"]
     assert (inner["count"], outer["count"], found["tokens"]) == (3, 2, {"value": 513})
-    assert inner["min_time"] < 0.002 <= inner["max_time"] and outer["min_time"] >= 0.002 and outer["max_time"] >= 0.004
+    # Lower limits only: the machine may be busy.
+    assert inner["max_time"] >= 0.004 and outer["min_time"] >= 0.002 and outer["max_time"] >= 0.004
     assert outer["total_time"] >= 0.006 and inner["avg_time"] == inner["total_time"] / 3
     profiler.print_summary()
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["span", "outer", "inner", "counter", "tokens"]
+    longest_first = sorted(("inner", "outer"), key=lambda name: -found[name]["total_time"])
+    assert [line.split()[0] for line in lines] == ["span", *longest_first, "counter", "tokens"]
     profiler.reset()
     assert profiler.summary() == {}
 
