@@ -14,8 +14,14 @@ use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece};
 use crate::position::{ChunkPlace, PositionPlan, PositionReindexer};
 use crate::prompt::ChunkedPrompt;
 
+/// Returns a chunk's hasher: its own, or the one of all chunks.
+fn hasher_of(hashers: &[ChunkHasher], chunk: usize) -> &ChunkHasher {
+    &hashers[chunk.min(hashers.len() - 1)]
+}
+
 impl Assembler<'_> {
-    /// Returns one hasher for all chunks, or one per chunk if their hashes cover positions or slots.
+    /// Returns one hasher for all chunks, or one per chunk if the hashes cover positions or the chunks are in
+    /// different slots; see [`hasher_of`].
     fn hashers(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Result<Vec<ChunkHasher>> {
         let (algorithm, block_size) = self.chunks.map_or((HashAlgorithm::default(), 1), |cache| {
             (cache.config().hash_algorithm, cache.pool().block_size())
@@ -27,7 +33,7 @@ impl Assembler<'_> {
             let context = if absolute { context.at(place.stored_start) } else { context };
             ChunkHasher::new(algorithm, context, block_size)
         };
-        let several = absolute || matches!(self.cell.mode, ComputeMode::Slots(_));
+        let several = absolute || plan.chunks.iter().any(|place| place.mode != plan.chunks[0].mode);
         Ok(plan.chunks.iter().take(if several { usize::MAX } else { 1 }).map(hasher).collect())
     }
 
@@ -42,8 +48,8 @@ impl Assembler<'_> {
         for slot in 0..slots {
             let plan = plan.clone().in_slots(prompt, self.cell, vec![slot; stored.len()])?;
             let hashers = self.hashers(prompt, &plan)?;
-            for ((tokens, hasher), slots) in prompt.chunks().iter().zip(&hashers).zip(&mut stored) {
-                let mut pieces = hasher.pieces(tokens, cache.config().max_chunk_tokens);
+            for (i, (tokens, slots)) in prompt.chunks().iter().zip(&mut stored).enumerate() {
+                let mut pieces = hasher_of(&hashers, i).pieces(tokens, cache.config().max_chunk_tokens);
                 if pieces.all(|piece| cache.contains(&piece)) {
                     slots.push(slot);
                 }
@@ -66,13 +72,15 @@ impl Assembler<'_> {
         }
         let hashers = self.hashers(prompt, &assembly.plan)?;
         let piece_len = self.chunks.map_or(usize::MAX, |cache| cache.config().max_chunk_tokens);
-        let hasher = |i: usize| &hashers[i.min(hashers.len() - 1)];
         let pieces: Vec<Vec<ChunkPiece<'_>>> = prompt
             .chunks()
             .iter()
             .enumerate()
             .map(|(i, tokens)| {
-                hasher(i).pieces(tokens, piece_len).skip(assembly.chunks[i].pieces.len()).collect()
+                hasher_of(&hashers, i)
+                    .pieces(tokens, piece_len)
+                    .skip(assembly.chunks[i].pieces.len())
+                    .collect()
             })
             .collect();
         let found = lookup.hold(&pieces)?;

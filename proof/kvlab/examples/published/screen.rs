@@ -91,7 +91,7 @@ const QUESTIONS: usize = 4;
 /// The number of questions per draw, over all three kinds.
 const PROMPTS: usize = 3 * QUESTIONS;
 
-/// What is the same in all calls.
+/// The settings that all calls share. Each call sets the documents, draws and questions.
 const SCREEN: EvalCall =
     EvalCall { model: &SMOLLM2, form: "firms", documents: 0, first: 0, draws: 0, questions: 0, local: false };
 
