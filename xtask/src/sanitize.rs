@@ -25,9 +25,10 @@ pub(crate) struct SanitizeArgs {
 /// whose threads put reserved memory to sleep.
 const ALL: &str = "-p kvbackend-cpu -p kvconform -p kvchunk --tests";
 
-/// The tests that run without `--all`: unit tests, every kernel in every instruction set on one thread and on
-/// several, and the conformance suite.
-const SOONEST: &str = "-p kvbackend-cpu -p kvconform --lib --test=fast --test=tensors --test=conformance";
+/// The tests that run without `--all`: unit tests, tests of memory, every kernel in every instruction set on
+/// one thread and on several, and the conformance suite.
+const SOONEST: &str =
+    "-p kvbackend-cpu -p kvconform --lib --test=fast --test=memory --test=tensors --test=conformance";
 
 /// The tests of a backend that loads its device's libraries at run time.
 const ASCEND: &str = "-p kvbackend-ascend --tests";

@@ -211,9 +211,6 @@ pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
 
 #[cfg(test)]
 mod tests {
-    use kvcore::{Backend, DType, OwnedStorage};
-    use parking_lot::Mutex;
-
     use super::*;
 
     #[test]
@@ -245,23 +242,5 @@ mod tests {
         drop(access);
         drop(storage);
         assert_eq!(Arc::strong_count(&owner), 1);
-    }
-
-    #[test]
-    fn an_owned_storage_over_lent_memory_is_written_and_keeps_its_owner() {
-        let mut bytes = vec![0u8; 64];
-        let ptr = NonNull::new(bytes.as_mut_ptr()).unwrap();
-        let owner: Arc<Mutex<Vec<u8>>> = Arc::new(Mutex::new(bytes));
-        // SAFETY: `ptr` points to the 64 bytes of the vector, which lives in `owner` and does not move;
-        // nothing else accesses them before the storage is dropped.
-        let storage = unsafe { CpuStorage::from_raw(ptr, 64, MemoryKind::System, owner.clone()) }.unwrap();
-        let owned = OwnedStorage::from_arc(Arc::new(storage)).unwrap();
-        let view = owned.view_at(16, DType::U8, &[4]).unwrap();
-        drop(owned);
-        assert_eq!(Arc::strong_count(&owner), 2, "the view holds the memory");
-        crate::CpuBackend::new().stream().unwrap().write(&view, &[1, 2, 3, 4]).unwrap();
-        drop(view);
-        assert_eq!(Arc::strong_count(&owner), 1);
-        assert_eq!(owner.lock()[14..22], [0, 0, 1, 2, 3, 4, 0, 0]);
     }
 }
