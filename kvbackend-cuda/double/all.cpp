@@ -7,7 +7,7 @@
 // turn accesses that a device would trap on into faults.
 //
 // Device 0 runs work at once. Device 1 runs nothing before the host waits, and then only what the wait needs;
-// after a thousand queries of a stream or event that is not ready, each further query runs one operation.
+// the hundredth query of a stream or event that is not ready, and each later query, runs one operation.
 // Device 2 is like device 0, but has only 64 MiB, and device 3 is like device 0. KV_DOUBLE_DEVICES sets the
 // number of devices, KV_DOUBLE_DRIVER the driver's version (default 13000), and KV_DOUBLE_NCCL the version of
 // NCCL (default 22800).

@@ -121,7 +121,7 @@ CUresult wait_for_device(Device& device, std::unique_lock<std::mutex>& lock) {
 }
 
 void count_query(Stream& stream, unsigned& queries) {
-    if (!stream.device->lazy || ++queries < 1000) return;
+    if (!stream.device->lazy || ++queries < 100) return;
     allow(stream, std::min(stream.submitted, stream.completed + 1));
 }
 

@@ -22,8 +22,8 @@ CUresult wait_for(Stream& stream, uint64_t number, std::unique_lock<std::mutex>&
 // Waits for all of a device's work.
 CUresult wait_for_device(Device& device, std::unique_lock<std::mutex>& lock);
 
-// Counts a query of a stream or event that is not ready. On a lazy device, each query after the first
-// thousand lets one operation run.
+// Counts a query of a stream or event that is not ready. On a lazy device, the hundredth query and each later
+// query lets one operation run.
 void count_query(Stream& stream, unsigned& queries);
 
 // Destroys a stream once its queued work has run.

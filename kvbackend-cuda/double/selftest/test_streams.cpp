@@ -25,7 +25,7 @@ TEST(lazy_work_waits_for_the_host) {
     OK(cuEventRecord(event, bench.stream));
     OK(cuLaunchHostFunc(bench.stream, count, &calls));
     OK(cuLaunchHostFunc(other, count, &calls));
-    for (int i = 0; i < 100; i++) IS(cuEventQuery(event), CUDA_ERROR_NOT_READY);
+    for (int i = 0; i < 50; i++) IS(cuEventQuery(event), CUDA_ERROR_NOT_READY);
     CHECK(calls == 0);
     OK(cuEventSynchronize(event));
     CHECK(calls == 1);
@@ -34,7 +34,7 @@ TEST(lazy_work_waits_for_the_host) {
     // Enough queries must let an operation run.
     int queries = 0;
     while (cuStreamQuery(other) == CUDA_ERROR_NOT_READY) CHECK(++queries < 1000000);
-    CHECK(calls == 2 && queries >= 999);
+    CHECK(calls == 2 && queries >= 99);
     OK(cuCtxSynchronize());
     CHECK(calls == 3);
     OK(cuStreamDestroy_v2(other));
