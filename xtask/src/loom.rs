@@ -18,8 +18,10 @@ const SECONDS: &str = "30";
 pub(crate) fn loom(args: &LoomArgs) -> Result {
     let mut command = cargo_command("test --release -p kvcore --test loom");
     // A separate target folder, because the flag would rebuild everything in the usual one. The pool and loom
-    // are optimised; the other dependencies of kvcore's tests are not.
-    command.args(["--config", "profile.release.package.'*'.opt-level=0"]);
+    // are optimised. The other dependencies of kvcore's tests, for example the CPU backend, are not.
+    for package in ["'*'", "kvbackend-cpu"] {
+        command.args(["--config", &format!("profile.release.package.{package}.opt-level=0")]);
+    }
     command.args(["--config", "profile.release.package.loom.opt-level=3"]);
     command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", root().join("target/loom"));
     if args.exhaustive {
