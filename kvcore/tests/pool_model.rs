@@ -559,7 +559,7 @@ fn a_pool_agrees_with_its_model() {
     let setups = setups();
     let ops = std::env::var("KVCORE_MODEL_OPS").ok().and_then(|ops| ops.parse().ok());
     let ops: usize = ops.unwrap_or(1_000_000 / setups.len() + LENGTH);
-    for setup in setups {
+    let agrees = |setup: Setup| {
         let cases = ops.div_ceil(LENGTH) as u32;
         let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
         let sequences = prop::collection::vec(op(), LENGTH..=LENGTH);
@@ -579,5 +579,10 @@ fn a_pool_agrees_with_its_model() {
         if let Err(error) = outcome {
             panic!("{setup:?}: {error}");
         }
-    }
+    };
+    std::thread::scope(|scope| {
+        for setup in setups {
+            scope.spawn(move || agrees(setup));
+        }
+    });
 }

@@ -14,7 +14,7 @@ use crate::common::{arena, noise, opened, upload};
 const HEADS: usize = 4;
 const DIM: usize = 64;
 const LAYERS: usize = 12;
-const TOKENS: usize = 64;
+const TOKENS: usize = 32;
 
 /// The rows of a prompt, and a cache for them.
 struct PromptRows {

@@ -48,17 +48,16 @@ pub fn silent_calls<R: DeviceRig>(rig: &R, functions: &[&str]) -> Outcome {
     Ok(())
 }
 
-/// Runs the chosen cases on a device. Returns the first failure, or a failure if objects were left
+/// Runs the chosen cases on a device until one fails. Returns this failure, or a failure if objects were left
 /// behind.
 fn verdict<R: DeviceRig>(rig: &R, double: &dyn DriverDouble, device: usize) -> Outcome {
     let before = double.live(device);
     let backend = rig.open(device)?;
-    let mut outcome = Ok(());
-    for case in CASES.iter().filter(|case| CHOSEN.iter().any(|name| case.name.starts_with(name))) {
+    let mut chosen = CASES.iter().filter(|case| CHOSEN.iter().any(|name| case.name.starts_with(name)));
+    let mut outcome = chosen.try_for_each(|case| {
         let bench = Bench::new(backend.clone(), DType::BF16)?;
-        let failed = case.run(&bench).map_err(|failure| Failure::new(format!("{}: {failure}", case.name)));
-        outcome = outcome.and(failed);
-    }
+        case.run(&bench).map_err(|failure| Failure::new(format!("{}: {failure}", case.name)))
+    });
     // The eager device does not free memory at predictable times.
     if outcome.is_ok() && device == LAZY {
         outcome = gives_back(double, device, backend.as_ref());
