@@ -44,6 +44,9 @@ pub(crate) enum Error {
     /// The answers cannot be written.
     #[error("cannot write the answers to {path}: {source}")]
     Answers { path: PathBuf, source: std::io::Error },
+    /// The questions cannot be written.
+    #[error("cannot write the questions to {path}: {source}")]
+    SavedQuestions { path: PathBuf, source: std::io::Error },
     /// An answer file is from another evaluation.
     #[error(
         "{path} cannot be continued: {reason}; repeat the options of the evaluation that wrote it, or choose another file"

@@ -72,3 +72,25 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
     fails(&["eval", "--dataset", file], 1, &format!("{file}: questions: no question"));
     fails(&["eval", "--dataset", "/nowhere"], 1, "/nowhere");
 }
+
+#[test]
+fn saved_questions_are_the_dataset_that_is_asked() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("questions.jsonl");
+    let file = file.to_str().unwrap();
+    let drawn =
+        ["eval", "--texts", "3", "--form", "mixed", "--seeds", "2", "--questions", "4", "--kind", "local"];
+    let saved = kvc(&[&drawn[..], &["--save-questions", file]].concat());
+    assert!(saved.status.success() && saved.stdout.is_empty());
+    assert!(String::from_utf8_lossy(&saved.stderr).contains("8 questions"));
+    let text = std::fs::read_to_string(file).unwrap();
+    let parsed: Vec<serde_json::Value> = text.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert!(parsed.len() == 8 && parsed.iter().all(|question| question["documents"][2].is_string()));
+    let asked = run_json(&["eval", "--json", "--arm", "full", "--dataset", file, "--seeds", "1"]);
+    assert_eq!(asked["questions"], 8, "{asked}");
+    fails(
+        &["eval", "--texts", "2", "--save-questions", "/nowhere/at/all"],
+        1,
+        "cannot write the questions to /nowhere",
+    );
+}

@@ -1,13 +1,13 @@
 //! Measures the time to first token (TTFT) of a prompt of chunks: cold, with all chunks cached, without
-//! reuse, and the floor, which is the question alone after the same KV.
+//! reuse, and the floor, which is the question alone after the same KV. Then measures what decoys cost.
 //!
 //! Prints one JSON object per line, like `kernels_against_memcpy` in `kvbench`. A ratio here means "times as
 //! fast as the limit". `--layers L --hidden H --chunks N --tokens T` set the size.
 
 use kvbackend_cpu::CpuBackend;
-use kvchunk::{ChunkCacheConfig, ReuseCell};
+use kvchunk::{ChunkCacheConfig, ComputeMode, ReuseCell};
 use kvengine::{Engine, EngineConfig};
-use kvlab::ttft_rows;
+use kvlab::{decoy_rows, ttft_rows};
 use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 
 fn number(name: &str, default: usize) -> usize {
@@ -24,7 +24,9 @@ fn main() -> kvlab::Result<()> {
         let model = Model::new(config.clone(), Weights::random(1), WeightFormat::Stored)?;
         let engine = EngineConfig { chunks: half, ..EngineConfig::default() };
         let mut engine = Engine::new(model, CpuBackend::new(), b"none", &engine)?;
-        for row in ttft_rows(&mut engine, chunks, length.max(1), ReuseCell::default())? {
+        let mut rows = ttft_rows(&mut engine, chunks, length.max(1), ReuseCell::default())?;
+        rows.extend(decoy_rows(&mut engine, ComputeMode::Behind(3), chunks, length.max(1))?);
+        for row in rows {
             let what = format!("TTFT, {}; {chunks} chunks, {layers} layers of {hidden}", row.what);
             let line = serde_json::json!({
                 "what": what, "size": row.tokens, "unit": "tokens", "seconds": row.took.as_secs_f64(),

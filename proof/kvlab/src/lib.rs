@@ -4,8 +4,8 @@
 //! - `eval`: [`evaluate`] asks questions through a real [`kvengine::Engine`] and scores each [`Arm`];
 //!   [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest strategy whose
 //!   loss can be bounded
-//! - `workload`: [`RagWorkload`] and [`Traffic`] draw a service's requests; [`serve`], [`play`] and
-//!   [`ttft_rows`] measure the times of the answers
+//! - `workload`: [`RagWorkload`] and [`Traffic`] draw a service's requests; [`serve`], [`play`],
+//!   [`ttft_rows`] and [`decoy_rows`] measure the times of the answers
 //! - `error`: the error type
 //!
 //! ```no_run
@@ -29,5 +29,5 @@ pub use eval::{
 };
 pub use workload::{
     Arrival, ArrivalTimes, Popularity, RagReport, RagWorkload, SharedPrefix, Times, Traffic, TrafficReport,
-    TtftRow, TtftTarget, play, serve, ttft_rows,
+    TtftRow, TtftTarget, decoy_rows, play, serve, ttft_rows,
 };

@@ -21,6 +21,7 @@ Examples:
     kvc eval --model smollm2.gguf --chat --texts 2 --arm full --arm sequential,with-system,link:16 --show 3
     kvc eval --model smollm2.gguf --chat --texts 4 --form mixed --length 500 --answers mixed.jsonl
     kvc eval --read monday.jsonl --read tuesday.jsonl
+    kvc eval --texts 4 --form mixed --save-questions example.jsonl
     kvc eval --positions overlapped --context-temperature 0.9 --context-scale 0.9
     kvc eval --json --plot accuracy.svg
 
@@ -62,6 +63,11 @@ pub(crate) struct EvalArgs {
     /// Instead of asking, score answers that earlier evaluations wrote with --answers. May be repeated.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["gate", "answers", "show", "arms", "reuse", "strategies"])]
     pub(crate) read: Vec<PathBuf>,
+
+    /// Write the questions to this file as a dataset, and ask nothing: an example for a dataset of your own, or
+    /// questions for another program.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["gate", "answers", "show", "arms", "reuse", "strategies", "read"])]
+    pub(crate) save_questions: Option<PathBuf>,
 
     /// Recompute strategy (see `kvc run --help`). May be repeated. Default: link, blend, question, joint and
     /// random in several sizes, and full. With --gate: the one strategy to judge.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvchunk::{ChunkCacheConfig, ReuseCell};
 use kvcore::Backend;
 use kvengine::{Engine, EngineConfig};
-use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, ttft_rows};
+use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, decoy_rows, ttft_rows};
 use kvmodel::{Model, ModelConfig, ModelDirectory, Weights};
 use serde::Serialize;
 
@@ -47,7 +47,9 @@ fn rag(args: &RagArgs) -> Result<()> {
         reports.push(kvlab::serve(&mut engine, &workload, cell, &mut progress)?);
         bar.finish_and_clear();
     }
-    let ttft = ttft_rows(&mut engine(args)?, args.per_request, args.document_tokens, cell)?;
+    let (per_request, length) = (args.per_request, args.document_tokens);
+    let mut ttft = ttft_rows(&mut engine(args)?, per_request, length, cell)?;
+    ttft.extend(decoy_rows(&mut engine(args)?, args.chunks, per_request, length)?);
     let out = &mut std::io::stdout().lock();
     if args.json {
         report::json(out, &BenchReport { workloads: &reports, ttft: &ttft })?;
@@ -80,6 +82,7 @@ fn workload(args: &RagArgs, popularity: Popularity) -> RagWorkload {
         documents: args.documents,
         document_tokens: args.document_tokens,
         per_request: args.per_request,
+        decoys: args.chunks.num_decoys(),
         system_changes: args.system_changes,
         popularity,
         seed: args.seed,

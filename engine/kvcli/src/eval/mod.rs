@@ -2,11 +2,12 @@
 
 use std::collections::BTreeSet;
 use std::io::Write;
+use std::path::Path;
 
 use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
 use kvengine::TunedReuse;
 use kvlab::{
-    Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, QuestionKind, Score, Trial, evaluate,
+    Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, Trial, evaluate,
 };
 use serde::Serialize;
 
@@ -54,6 +55,9 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), writable)?;
     if !args.read.is_empty() {
         return read(args);
+    }
+    if let Some(path) = &args.save_questions {
+        return save(path, &asking::questions(&args.asking, asking::SHOWN)?);
     }
     args.answers.as_deref().map_or(Ok(()), writable)?;
     let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
@@ -131,6 +135,16 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     }
     let asked = questions.iter().map(Vec::len).sum();
     report(args, out, scores, (asked, questions.len()), positions)
+}
+
+/// Writes questions as a dataset, one JSON object per line.
+fn save(path: &Path, draws: &[Vec<Question>]) -> Result<()> {
+    let lines: serde_json::Result<Vec<String>> = draws.iter().flatten().map(serde_json::to_string).collect();
+    let lines = lines.map_err(std::io::Error::from)?;
+    std::fs::write(path, lines.join("\n") + "\n")
+        .map_err(|source| Error::SavedQuestions { path: path.to_owned(), source })?;
+    eprintln!("{} questions written to {}", lines.len(), path.display());
+    Ok(())
 }
 
 /// Scores the answers in the files that the options name.

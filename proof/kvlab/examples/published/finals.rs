@@ -65,23 +65,24 @@ fn all(model: &'static Published) -> impl Iterator<Item = Asked> {
 /// Asks all questions that have no answers so far, and measures times. All forms and numbers of documents
 /// have about equally many answers if the run is interrupted.
 pub(super) fn run(model: &'static Published) -> Result {
-    let most = model.finals.iter().map(|of| of.draws).max().unwrap_or(0);
+    let most = model.finals.iter().map(Final::draws).max().unwrap_or(0);
     for asked in all(model) {
         asked.restore()?;
     }
     for draw in 0..most {
-        for asked in all(model).filter(|asked| draw < asked.of.draws) {
-            println!("{}, draw {} of {}", asked.name(), draw + 1, asked.of.draws);
+        for asked in all(model).filter(|asked| draw < asked.of.draws()) {
+            println!("{}, draw {} of {}", asked.name(), draw + 1, asked.of.draws());
             if asked.complete(draw)? {
                 asked.keep()?;
             }
         }
     }
     for asked in all(model) {
-        if asked.kept()?.is_some_and(|kept| kept.times(asked.of.ways)) {
+        let ways: Vec<&str> = asked.of.ways.iter().map(|way| way.name).collect();
+        if asked.kept()?.is_some_and(|kept| kept.times(&ways)) {
             continue;
         }
-        ask(asked.of.ways, asked.call(TIMED), "answers", &asked.times())?;
+        ask(&ways, asked.call(TIMED), "answers", &asked.times())?;
         asked.keep()?;
     }
     Ok(())
@@ -96,7 +97,7 @@ impl Asked {
 
     /// Returns a name for messages.
     fn name(self) -> String {
-        format!("{}, {}, {} documents", self.model.name, self.of.form, self.of.documents)
+        format!("{}, {}, {} documents", self.model.name, self.of.form.title(), self.of.documents)
     }
 
     /// Asks a draw's questions with the strategies that have not answered them. Returns true if there were
@@ -105,8 +106,8 @@ impl Asked {
         let file = self.answers(draw);
         let old = std::fs::read_to_string(&file).unwrap_or_default();
         let known: Vec<String> = if old.is_empty() { Vec::new() } else { names(&read(&file)?) };
-        let ways = self.of.ways.iter().copied();
-        let missing: Vec<&str> = ways.filter(|way| !known.iter().any(|known| known == way)).collect();
+        let wanted = self.of.ways.iter().filter(|way| draw < way.draws).map(|way| way.name);
+        let missing: Vec<&str> = wanted.filter(|way| !known.iter().any(|known| known == way)).collect();
         if missing.is_empty() {
             return Ok(false);
         }
@@ -122,7 +123,7 @@ impl Asked {
         create_folder(&self.folder())?;
         let Some(kept) = self.kept()? else { return Ok(()) };
         let per_draw = self.model.questions;
-        for draw in (0..self.of.draws).filter(|draw| (draw + 1) * per_draw <= kept.questions) {
+        for draw in (0..self.of.draws()).filter(|draw| (draw + 1) * per_draw <= kept.questions) {
             let file = self.answers(draw);
             if !file.exists() {
                 write_text(&file, &kept.draw(draw, per_draw))?;
@@ -138,17 +139,18 @@ impl Asked {
 
     /// Returns the file of a draw's answers.
     fn answers(self, draw: usize) -> PathBuf {
-        self.folder().join(format!("{}-{}-{draw}.jsonl", self.of.form, self.of.documents))
+        self.folder().join(format!("{}-{}-{draw}.jsonl", self.of.form.file(), self.of.documents))
     }
 
     /// Returns the file of the timed answers.
     fn times(self) -> PathBuf {
-        self.folder().join(format!("times-{}-{}.jsonl", self.of.form, self.of.documents))
+        self.folder().join(format!("times-{}-{}.jsonl", self.of.form.file(), self.of.documents))
     }
 
     /// Returns the path of the kept grades.
     fn path(self) -> PathBuf {
-        root().join(KEPT).join(self.model.name).join(format!("{}-{}.json", self.of.form, self.of.documents))
+        let file = format!("{}-{}.json", self.of.form.file(), self.of.documents);
+        root().join(KEPT).join(self.model.name).join(file)
     }
 
     /// Reads the kept grades.
@@ -163,13 +165,13 @@ impl Asked {
 
     /// Writes the grades. A strategy's grades end at the first draw that it has not answered.
     fn keep(self) -> Result {
-        let Final { documents, draws, ways, .. } = *self.of;
-        let files = (0..draws).map(|draw| self.answers(draw)).take_while(|file| file.exists());
+        let Final { documents, ways, .. } = *self.of;
+        let files = (0..self.of.draws()).map(|draw| self.answers(draw)).take_while(|file| file.exists());
         let draw_answers = files.map(|file| read(&file)).collect::<Result<Vec<_>>>()?;
         let timed = self.times();
         let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
         let mut results: Vec<WayResult> = Vec::new();
-        for way in std::iter::once(FULL).chain(ways.iter().copied()) {
+        for way in std::iter::once(FULL).chain(ways.iter().map(|way| way.name)) {
             let has = |answers: &&Vec<AnswerLine>| names(answers).iter().any(|name| name == way);
             let of_way = of_way(way, draw_answers.iter().take_while(has), &timed);
             results.extend(Some(of_way).filter(|result| !result.right.is_empty()));
@@ -193,7 +195,7 @@ impl Asked {
     fn bounds(self) -> Result<BTreeMap<String, LossBounds>> {
         let mut command = Command::new(program());
         command.args(["eval", "--json"]);
-        for file in (0..self.of.draws).map(|draw| self.answers(draw)).filter(|file| file.exists()) {
+        for file in (0..self.of.draws()).map(|draw| self.answers(draw)).filter(|file| file.exists()) {
             command.arg("--read").arg(file);
         }
         let output = command.output().map_err(|e| format!("`kvc eval` cannot be run: {e}"))?;
@@ -337,7 +339,7 @@ pub(super) fn write() -> Result {
                     }
                     None => "–".to_owned(),
                 };
-                let [right, costs] = kept.cells(asked.of.form, way);
+                let [right, costs] = kept.cells(asked.of.form.title(), way);
                 let _ = writeln!(rows, "{right}{lost}{costs}");
             }
         }
@@ -362,6 +364,7 @@ fn heading(model: &Published) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::models::Form;
 
     fn answer(name: &str, question: usize, right: bool, flops: f64) -> AnswerLine {
         AnswerLine {
@@ -440,7 +443,7 @@ mod tests {
         let readme = include_str!("../../../../README.md").replace(['*', ','], "");
         let notes = |documents: usize| {
             let found =
-                all(&MODELS[0]).find(|asked| (asked.of.form, asked.of.documents) == ("firms", documents));
+                all(&MODELS[0]).find(|asked| (asked.of.form, asked.of.documents) == (Form::Firms, documents));
             found.unwrap().kept().unwrap().expect("a kept file")
         };
         let [two, four] = [2, 4].map(notes);
@@ -464,7 +467,7 @@ mod tests {
             let Some(kept) = asked.kept().unwrap() else { continue };
             let place = asked.name();
             let names: Vec<&str> = kept.ways.iter().map(|way| &*way.name).collect();
-            let known = asked.of.ways.iter().copied().filter(|way| names.contains(way));
+            let known = asked.of.ways.iter().map(|way| way.name).filter(|way| names.contains(way));
             assert_eq!(names, [FULL].into_iter().chain(known).collect::<Vec<_>>(), "{place}");
             assert_eq!(kept.ways[0].right.len(), kept.questions, "{place}");
             for way in &kept.ways {
@@ -474,7 +477,7 @@ mod tests {
             }
             assert_eq!(kept.documents, asked.of.documents, "{place}");
             let is_in_readme = asked.model.name == MODELS[0].name
-                && asked.of.form == "firms"
+                && asked.of.form == Form::Firms
                 && matches!(asked.of.documents, 2 | 4);
             assert!(!is_in_readme || kept.questions == 400, "{place}: {} questions", kept.questions);
         }
@@ -488,8 +491,9 @@ mod tests {
         let mut lines = xtask::page::table(page, TABLE).unwrap().lines().filter(|line| !line.is_empty());
         let written = "`cargo xtask published --table` writes it";
         for model in &MODELS {
-            let kept: Vec<_> =
-                all(model).filter_map(|asked| Some((asked.of.form, asked.kept().unwrap()?))).collect();
+            let kept: Vec<_> = all(model)
+                .filter_map(|asked| Some((asked.of.form.title(), asked.kept().unwrap()?)))
+                .collect();
             if kept.is_empty() {
                 continue;
             }

@@ -19,7 +19,7 @@ mod goldens;
 mod models;
 mod screen;
 
-use models::{MODELS, Published, SMOLLM2};
+use models::{Form, MODELS, Published, SMOLLM2};
 
 /// Ask published models questions with every reuse strategy, and write the tables in docs/quality.md (needs
 /// the models' wheels).
@@ -144,8 +144,8 @@ fn program() -> PathBuf {
 #[derive(Clone, Copy)]
 struct EvalCall {
     model: &'static Published,
-    /// The form of the documents.
-    form: &'static str,
+    /// The form of the documents, and the decoys.
+    form: Form,
     documents: usize,
     /// The index of the first draw.
     first: usize,
@@ -161,17 +161,8 @@ struct EvalCall {
 fn ask(arms: &[&str], asked: EvalCall, measure: &str, to: &Path) -> Result {
     let mut command = Command::new(program());
     let EvalCall { model, form, documents, first, draws, questions, local } = asked;
-    command.args([
-        "eval",
-        "--measure",
-        measure,
-        "--kv-memory",
-        "512",
-        "--separator",
-        "\\n\\n",
-        "--form",
-        form,
-    ]);
+    command.args(["eval", "--measure", measure, "--kv-memory", "512", "--separator", "\\n\\n"]);
+    command.args(form.options());
     command.arg("--model").arg(model.file());
     for (name, value) in
         [("--texts", documents), ("--first-seed", first), ("--seeds", draws), ("--questions", questions)]

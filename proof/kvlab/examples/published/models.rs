@@ -31,64 +31,134 @@ enum Source {
     Parts(&'static str, &'static str, usize, &'static str),
 }
 
+/// The texts that questions are about, and the decoys.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Form {
+    /// Notes about firms, behind other notes about firms.
+    Firms,
+    /// Notes about firms, behind the built-in decoys.
+    FirmsBuiltIn,
+    /// Documents of several kinds, behind the built-in decoys.
+    Mixed,
+}
+
+impl Form {
+    /// Returns the options of `kvc eval`.
+    pub(super) fn options(self) -> &'static [&'static str] {
+        match self {
+            Self::Firms => &["--form", "firms"],
+            Self::FirmsBuiltIn => &["--form", "firms", "--decoys", "built-in"],
+            Self::Mixed => &["--form", "mixed"],
+        }
+    }
+
+    /// Returns the name in tables.
+    pub(super) fn title(self) -> &'static str {
+        match self {
+            Self::Firms => "firms",
+            Self::FirmsBuiltIn => "firms, built-in decoys",
+            Self::Mixed => "mixed",
+        }
+    }
+
+    /// Returns the name in names of files.
+    pub(super) fn file(self) -> &'static str {
+        match self {
+            Self::Firms => "firms",
+            Self::FirmsBuiltIn => "firms-built-in",
+            Self::Mixed => "mixed",
+        }
+    }
+}
+
 /// Questions about one form and number of documents.
 pub(super) struct Final {
-    /// The value of `kvc eval --form`.
-    pub(super) form: &'static str,
+    pub(super) form: Form,
     pub(super) documents: usize,
-    /// The maximum number of draws. A model has answered as many of them as the hours allowed.
-    pub(super) draws: usize,
     /// The strategies that are compared with full attention.
-    pub(super) ways: &'static [&'static str],
+    pub(super) ways: &'static [Way],
 }
 
-const fn asked(form: &'static str, documents: usize, ways: &'static [&'static str]) -> Final {
-    Final { form, documents, draws: 20, ways }
+/// A strategy, and the maximum number of draws that it answers. A model has answered as many of them as the
+/// hours allowed.
+pub(super) struct Way {
+    pub(super) name: &'static str,
+    pub(super) draws: usize,
 }
 
-/// The strategies that each model's grades contain.
-const WAYS: &[&str] = &[
-    "sequential, with-system, none",
-    "sequential, behind:3, none",
-    "sequential, behind:7, none",
-    "sequential, behind:7, question:0.1",
-    "sequential, with-system, question:0.5",
+impl Final {
+    /// Returns the maximum number of draws.
+    pub(super) fn draws(&self) -> usize {
+        self.ways.iter().map(|way| way.draws).max().unwrap_or(0)
+    }
+}
+
+const fn asked(form: Form, documents: usize, ways: &'static [Way]) -> Final {
+    Final { form, documents, ways }
+}
+
+/// A strategy that needs narrow bounds.
+const fn all(name: &'static str) -> Way {
+    Way { name, draws: 20 }
+}
+
+/// A strategy that is only compared with the others.
+const fn some(name: &'static str) -> Way {
+    Way { name, draws: 5 }
+}
+
+const NONE: &str = "sequential, with-system, none";
+const DEFAULT: &str = "sequential, with-system, question:0.5";
+const BEHIND_3: &str = "sequential, behind:3, none";
+const BEHIND_7: &str = "sequential, behind:7, none";
+const SLOTS_4: &str = "sequential, slots:4, none";
+const SLOTS_8: &str = "sequential, slots:8, none";
+
+/// The strategies for the smallest model and firms: first the cells, then the finalists from the screen, and
+/// then decoys.
+const SMOLLM2_FIRMS: &[Way] = &[
+    all("overlapped, with-system, none"),
+    all("overlapped, alone, none"),
+    all("sequential, alone, none"),
+    all(NONE),
+    all("sequential, with-system, link:16"),
+    all("sequential, with-system, question:0.2"),
+    all("sequential, with-system, question:0.3"),
+    all(DEFAULT),
+    all("sequential, alone, link:16"),
+    all("sequential, alone, link:32"),
+    all(BEHIND_3),
+    some(BEHIND_7),
+    some(SLOTS_4),
 ];
 
-/// The strategies for the smallest model: first the cells, then the finalists from the screen, and then decoys.
-const SMOLLM2_WAYS: &[&str] = &[
-    "overlapped, with-system, none",
-    "overlapped, alone, none",
-    "sequential, alone, none",
-    "sequential, with-system, none",
-    "sequential, with-system, link:16",
-    "sequential, with-system, question:0.2",
-    "sequential, with-system, question:0.3",
-    "sequential, with-system, question:0.5",
-    "sequential, alone, link:16",
-    "sequential, alone, link:32",
-    "sequential, behind:3, none",
-    "sequential, behind:7, none",
-];
+/// The strategies for firms. The decoys are other notes about firms.
+const FIRMS: &[Way] = &[some(NONE), all(BEHIND_3), some(BEHIND_7), some(SLOTS_4), some(DEFAULT)];
+const EIGHT_FIRMS: &[Way] = &[some(NONE), all(BEHIND_3), some(BEHIND_7), some(SLOTS_8), some(DEFAULT)];
+
+/// The strategies with built-in decoys.
+const BUILT_IN: &[Way] = &[some(NONE), all(BEHIND_3), all(BEHIND_7), some(DEFAULT)];
 
 /// All forms and numbers of documents.
 const FINALS: &[Final] = &[
-    asked("firms", 2, WAYS),
-    asked("firms", 4, WAYS),
-    asked("firms", 8, WAYS),
-    asked("mixed", 2, WAYS),
-    asked("mixed", 4, WAYS),
-    asked("mixed", 8, WAYS),
+    asked(Form::Firms, 2, FIRMS),
+    asked(Form::Firms, 4, FIRMS),
+    asked(Form::Firms, 8, EIGHT_FIRMS),
+    asked(Form::FirmsBuiltIn, 4, BUILT_IN),
+    asked(Form::Mixed, 2, BUILT_IN),
+    asked(Form::Mixed, 4, BUILT_IN),
+    asked(Form::Mixed, 8, BUILT_IN),
 ];
 
 /// With eight notes, full attention itself answers too few questions correctly to judge by.
 const SMOLLM2_FINALS: &[Final] = &[
-    asked("firms", 2, SMOLLM2_WAYS),
-    asked("firms", 4, SMOLLM2_WAYS),
-    asked("firms", 8, WAYS),
-    asked("mixed", 2, WAYS),
-    asked("mixed", 4, WAYS),
-    asked("mixed", 8, WAYS),
+    asked(Form::Firms, 2, SMOLLM2_FIRMS),
+    asked(Form::Firms, 4, SMOLLM2_FIRMS),
+    asked(Form::Firms, 8, EIGHT_FIRMS),
+    asked(Form::FirmsBuiltIn, 4, BUILT_IN),
+    asked(Form::Mixed, 2, BUILT_IN),
+    asked(Form::Mixed, 4, BUILT_IN),
+    asked(Form::Mixed, 8, BUILT_IN),
 ];
 
 pub(super) const SMOLLM2: Published = Published {

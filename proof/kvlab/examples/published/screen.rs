@@ -12,7 +12,7 @@ use std::process::Command;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AnswerLine, EvalCall, FLOPS, FULL, KEPT, QUALITY, SMOLLM2, ask, plain, program, read, with_shares,
+    AnswerLine, EvalCall, FLOPS, FULL, Form, KEPT, QUALITY, SMOLLM2, ask, plain, program, read, with_shares,
     write_table,
 };
 use xtask::published::folder;
@@ -92,8 +92,15 @@ const QUESTIONS: usize = 4;
 const PROMPTS: usize = 3 * QUESTIONS;
 
 /// The settings that all calls share. Each call sets the documents, draws and questions.
-const SCREEN: EvalCall =
-    EvalCall { model: &SMOLLM2, form: "firms", documents: 0, first: 0, draws: 0, questions: 0, local: false };
+const SCREEN: EvalCall = EvalCall {
+    model: &SMOLLM2,
+    form: Form::Firms,
+    documents: 0,
+    first: 0,
+    draws: 0,
+    questions: 0,
+    local: false,
+};
 
 /// Means over one strategy's answers.
 #[derive(Clone, Default)]

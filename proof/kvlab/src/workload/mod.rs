@@ -1,5 +1,7 @@
 //! Workloads: a service's requests, drawn from a seed, and the times of their answers.
 
+use std::sync::Arc;
+
 use kvchunk::ChunkedPrompt;
 use rand::distr::Distribution;
 use rand::distr::weighted::WeightedIndex;
@@ -9,10 +11,12 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 
+mod decoys;
 mod serve;
 mod traffic;
 mod ttft;
 
+pub use decoys::decoy_rows;
 pub use serve::{ArrivalTimes, RagReport, Times, serve};
 pub use traffic::{Arrival, SharedPrefix, Traffic, TrafficReport, play};
 pub use ttft::{TtftRow, TtftTarget, ttft_rows};
@@ -48,6 +52,8 @@ pub struct RagWorkload {
     pub document_tokens: usize,
     /// The number of documents per request (the `k` of retrieval).
     pub per_request: usize,
+    /// The number of decoys, which are the same in every request and as long as its documents.
+    pub decoys: usize,
     /// The number of tokens per system prompt.
     pub system_tokens: usize,
     /// The number of tokens per question. Every request has its own question.
@@ -67,6 +73,7 @@ impl Default for RagWorkload {
             documents: 50,
             document_tokens: 100,
             per_request: 5,
+            decoys: 0,
             system_tokens: 32,
             question_tokens: 32,
             system_changes: 0.0,
@@ -80,12 +87,13 @@ impl Default for RagWorkload {
 const SYSTEMS: u64 = 4;
 
 /// The part of a prompt that tokens are drawn for. It is part of the seed, so a document never equals a
-/// question.
+/// question or a decoy.
 #[derive(Clone, Copy)]
 enum PromptPart {
     System = 1,
     Document = 2,
     Question = 3,
+    Decoy = 4,
 }
 
 impl RagWorkload {
@@ -127,6 +135,9 @@ impl RagWorkload {
                 StdRng::seed_from_u64(self.seed ^ (part as u64) << 56 ^ number.wrapping_mul(0x9e37_79b9));
             (0..count).map(|_| rng.random_range(0..vocabulary.max(1)) as u32).collect()
         };
+        let decoys = 0..self.decoys as u64;
+        let decoys: Arc<[Vec<u32>]> =
+            decoys.map(|id| tokens(PromptPart::Decoy, id, self.document_tokens)).collect();
         let (mut used, mut system): (Vec<u64>, u64) = (Vec::new(), 0);
         let mut prompts = Vec::with_capacity(self.requests);
         for request in 0..self.requests as u64 {
@@ -139,11 +150,12 @@ impl RagWorkload {
             };
             let chunks =
                 documents.iter().map(|&id| tokens(PromptPart::Document, id, self.document_tokens)).collect();
-            prompts.push(ChunkedPrompt::new(
+            let prompt = ChunkedPrompt::new(
                 tokens(PromptPart::System, system, self.system_tokens),
                 chunks,
                 tokens(PromptPart::Question, request, self.question_tokens),
-            )?);
+            )?;
+            prompts.push(prompt.with_decoys(Arc::clone(&decoys))?);
         }
         Ok(prompts)
     }
@@ -241,6 +253,19 @@ mod tests {
         let mut counts: Vec<i32> = counts.into_values().collect();
         counts.sort_unstable();
         assert!(counts[counts.len() - 1] > 5 * counts[counts.len() / 2]);
+    }
+
+    #[test]
+    fn decoys_are_the_same_in_every_request_and_never_documents() {
+        let workload = RagWorkload { decoys: 3, requests: 20, ..RagWorkload::default() };
+        let prompts = workload.prompts(5000).unwrap();
+        let decoys = prompts[0].decoys();
+        assert_eq!((decoys.len(), decoys[0].len()), (3, workload.document_tokens));
+        assert!(prompts.iter().all(|prompt| prompt.decoys() == decoys));
+        let documents: HashSet<_> = prompts.iter().flat_map(ChunkedPrompt::chunks).collect();
+        assert!(decoys.iter().all(|decoy| !documents.contains(decoy)));
+        let without = RagWorkload { decoys: 0, ..workload }.prompts(5000).unwrap();
+        assert!(without.iter().zip(&prompts).all(|(without, with)| without.chunks() == with.chunks()));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! which is the question alone after the same KV.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvchunk::{ChunkedPrompt, PositionStrategy, ReuseCell};
@@ -85,6 +86,7 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
         requests: 1 + PREFILLS * HITS,
         document_tokens: length,
         per_request: chunks,
+        decoys: cell.mode.num_decoys(),
         system_tokens: 64,
         popularity: Popularity::Repetition(0.0),
         seed: 0x7f7f,
@@ -100,7 +102,8 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
     let chunked = || PromptTokens::Chunked(prompt.clone());
     let cold = ttft(chunked(), &|_| ())?;
     let with_question = |order: Vec<Vec<u32>>, question: &[u32]| {
-        ChunkedPrompt::new(prompt.system().to_vec(), order, question.to_vec())
+        ChunkedPrompt::new(prompt.system().to_vec(), order, question.to_vec())?
+            .with_decoys(Arc::clone(prompt.decoys()))
     };
     // The context is cached as an ordinary prefix, and only a question follows it. Each question has new
     // tokens, which are not cached.
