@@ -7,7 +7,7 @@ use kvengine::{BUILT_IN_DECOYS, Engine, EngineConfig};
 use kvlab::{EvalOptions, PromptStyle, Question, Texts, World};
 use kvmodel::{ModelDirectory, TextCodec};
 
-use crate::args::{AskingArgs, EngineArgs, Form};
+use crate::args::{AskingArgs, EngineArgs};
 use crate::backend::OpenedBackend;
 use crate::error::{Error, Result};
 use crate::{backend, decoys, embedded, load};
@@ -36,9 +36,11 @@ pub(crate) fn options(asking: &AskingArgs) -> Result<EvalOptions> {
     };
     let built_in = BUILT_IN_DECOYS.map(str::to_owned);
     let decoys = match &asking.decoys[..] {
-        [] if asking.texts.is_some() && asking.form == Form::Firms => Texts::decoys(),
         [name] if name.as_os_str() == "built-in" => built_in.to_vec(),
-        paths => decoys::read(paths, &built_in)?,
+        paths => match asking.texts {
+            Some(documents) if paths.is_empty() => Texts::new(documents).of(asking.form.into()).decoys(),
+            _ => decoys::read(paths, &built_in)?,
+        },
     };
     Ok(EvalOptions {
         style: PromptStyle { chat: asking.chat, separator, decoys },

@@ -61,7 +61,7 @@ pub(crate) fn note_questions(seed: u64, count: usize, notes: usize) -> PyResult<
 /// Returns decoys: notes of the same form that do not contain the answer to any question.
 #[pyfunction]
 pub(crate) fn note_decoys() -> Vec<String> {
-    Texts::decoys()
+    Texts::new(Texts::MOST).decoys()
 }
 
 /// Counts of right answers to questions that were answered twice: once with ordinary attention, once with

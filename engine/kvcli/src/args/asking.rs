@@ -49,8 +49,8 @@ pub(crate) struct AskingArgs {
 
     /// File with a decoy, or directory of such files. A decoy is a document that the other documents see
     /// while they are computed, but that the question never sees (see --arm sequential,behind:N,none). May be
-    /// repeated. Default: with --texts and --form firms, other notes about firms; otherwise built-in, the
-    /// generic documents that `kvc run` uses.
+    /// repeated. Default: with --texts, other documents of the same form; otherwise built-in, the generic
+    /// documents that `kvc run` uses.
     #[arg(long, value_name = "FILE|DIR|built-in")]
     pub(crate) decoys: Vec<PathBuf>,
 

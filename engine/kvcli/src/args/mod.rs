@@ -12,7 +12,7 @@ mod sleep;
 mod tune;
 mod way;
 
-pub(crate) use asking::{AskingArgs, EngineArgs, Form};
+pub(crate) use asking::{AskingArgs, EngineArgs};
 pub(crate) use bench::{BenchArgs, BenchKind, MeasuredArgs, RagArgs, ServeArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;

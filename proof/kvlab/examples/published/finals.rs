@@ -11,15 +11,19 @@ use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-use super::models::{Final, MODELS, Published};
+use super::models::{Final, Form, MODELS, Published};
+use super::plot::{self, PlotPanel, PlotPoint};
 use super::{
-    AnswerLine, EvalCall, FLOPS, FULL, KEPT, QUALITY, ask, plain, program, read, with_shares, write_table,
+    AnswerLine, EvalCall, FLOPS, FULL, KEPT, QUALITY, ask, plain, program, read, with_full, write_table,
 };
 use xtask::published::folder;
 use xtask::run::{Result, create_folder, read as read_text, root, write as write_text};
 
 /// The command in the tables' marker line.
 const TABLE: &str = "cargo xtask published --answers";
+
+/// The plot that goes with the tables.
+const PLOT: &str = "docs/decoys.svg";
 
 /// The first draw of timed questions. They differ from the graded questions.
 const TIMED: usize = 1000;
@@ -55,6 +59,10 @@ struct WayResult {
     /// The median time to first token in milliseconds, for questions asked one after another on an idle
     /// machine.
     ttft_ms: Option<f64>,
+    /// The time to first token, relative to full attention's on the same question: the median over all
+    /// questions. A busy machine slows both alike.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ttft_share: Option<f64>,
 }
 
 /// Returns all questions of a model.
@@ -177,11 +185,14 @@ impl Asked {
             results.extend(Some(of_way).filter(|result| !result.right.is_empty()));
         }
         // All times must come from one machine, so kept times stay unless all times are new.
-        if let Some(before) = self.kept()?
-            && results.iter().any(|way| way.ttft_ms.is_none())
-        {
+        if let Some(before) = self.kept()? {
+            let all_new = results.iter().all(|way| way.ttft_ms.is_some());
             for way in &mut results {
-                way.ttft_ms = before.time(&way.name);
+                let known = before.ways.iter().find(|known| known.name == way.name);
+                if !all_new {
+                    way.ttft_ms = known.and_then(|known| known.ttft_ms);
+                }
+                way.ttft_share = way.ttft_share.or_else(|| known?.ttft_share);
             }
         }
         let Some(full) = results.first() else { return Ok(()) };
@@ -224,9 +235,11 @@ fn names(answers: &[AnswerLine]) -> Vec<String> {
 impl KeptFinal {
     /// Returns the table cells in a strategy's row that come before and after the points it loses.
     fn cells(&self, form: &str, way: &WayResult) -> [String; 2] {
-        let time = match (way.ttft_ms, self.time(FULL)) {
-            (Some(ms), Some(full)) => format!("{ms:.0} ms, {:.0} %", 100.0 * ms / full),
-            _ => "–".to_owned(),
+        let share = self.time_share(way).map(|share| format!("{:.0} %", 100.0 * share));
+        let time = match (way.ttft_ms, share) {
+            (Some(ms), Some(share)) => format!("{ms:.0} ms, {share}"),
+            (None, Some(share)) => share,
+            (_, None) => "–".to_owned(),
         };
         let (right, asked) = (way.right.matches('1').count(), way.right.len());
         [
@@ -262,6 +275,11 @@ impl KeptFinal {
         self.ways.iter().find(|known| known.name == way)?.ttft_ms
     }
 
+    /// Returns a strategy's time to first token relative to full attention's.
+    fn time_share(&self, way: &WayResult) -> Option<f64> {
+        way.ttft_ms.zip(self.time(FULL)).map(|(ms, full)| ms / full).or(way.ttft_share)
+    }
+
     /// Returns true if the times of all strategies are known.
     fn times(&self, ways: &[&str]) -> bool {
         ways.iter().chain([&FULL]).all(|way| self.time(way).is_some())
@@ -276,26 +294,34 @@ fn of_way<'a>(
     timed: &[AnswerLine],
 ) -> WayResult {
     let mut of_questions: BTreeMap<(usize, usize), (bool, f64, f64)> = BTreeMap::new();
-    for (answer, share) in draws.into_iter().flat_map(|answers| with_shares(answers)) {
+    let mut time_shares = Vec::new();
+    for (answer, full) in draws.into_iter().flat_map(|answers| with_full(answers)) {
         if plain(&answer.name) == way {
             let right = answer.right.unwrap_or(false);
             let question = (answer.draw, answer.question);
-            of_questions.entry(question).or_insert((right, answer.recomputed, share));
+            of_questions.entry(question).or_insert((right, answer.recomputed, answer.flops / full.flops));
+            // Restored answers have no times.
+            time_shares.extend((full.ttft_ms > 0.0).then(|| answer.ttft_ms / full.ttft_ms));
         }
     }
     let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / of_questions.len().max(1) as f64;
     let recomputed = mean(&mut of_questions.values().map(|(_, share, _)| *share));
     let operations = mean(&mut of_questions.values().map(|(_, _, share)| *share));
-    let mut times: Vec<f64> =
-        timed.iter().filter(|answer| plain(&answer.name) == way).map(|answer| answer.ttft_ms).collect();
-    times.sort_by(f64::total_cmp);
+    let times = timed.iter().filter(|answer| plain(&answer.name) == way).map(|answer| answer.ttft_ms);
     WayResult {
         name: way.to_owned(),
         right: of_questions.values().map(|(right, ..)| if *right { '1' } else { '0' }).collect(),
         recomputed: rounded(recomputed),
         operations: rounded(operations),
-        ttft_ms: times.get(times.len() / 2).map(|ms| (ms * 10.0).round() / 10.0),
+        ttft_ms: median(times.collect()).map(|ms| (ms * 10.0).round() / 10.0),
+        ttft_share: median(time_shares).map(rounded),
     }
+}
+
+/// Returns the median, or `None` if there are no values.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
 }
 
 fn rounded(share: f64) -> f64 {
@@ -347,7 +373,26 @@ pub(super) fn write() -> Result {
             tables.push(format!("{}\n{rows}", heading(model)));
         }
     }
+    plot::draw(&root().join(PLOT), &panels()?)?;
     write_table(QUALITY, TABLE, &tables.join("\n"))
+}
+
+/// Returns the plot's panels: local questions about four firms, for each instruct model with answers.
+fn panels() -> Result<Vec<PlotPanel>> {
+    let mut panels = Vec::new();
+    for model in MODELS.iter().filter(|model| model.chat) {
+        let four = all(model).find(|asked| (asked.of.form, asked.of.documents) == (Form::Firms, 4));
+        let Some(kept) = four.map(Asked::kept).transpose()?.flatten() else { continue };
+        let percent = |way: &WayResult| {
+            let right = way.right.matches('1').count() as f64 / way.right.len() as f64;
+            // Until times are measured, the prefill's operations stand in for them.
+            let time = kept.time_share(way).unwrap_or(way.operations);
+            PlotPoint { name: way.name.clone(), time: 100.0 * time, right: 100.0 * right }
+        };
+        let points = kept.ways.iter().map(percent).collect();
+        panels.push(PlotPanel { title: model.title.to_owned(), points });
+    }
+    Ok(panels)
 }
 
 /// Returns the lines in front of a model's rows.
@@ -364,7 +409,6 @@ fn heading(model: &Published) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::models::Form;
 
     fn answer(name: &str, question: usize, right: bool, flops: f64) -> AnswerLine {
         AnswerLine {
@@ -406,6 +450,7 @@ mod tests {
             recomputed,
             operations,
             ttft_ms: None,
+            ttft_share: None,
         };
         let (first, second) = ("10".repeat(10), "0".repeat(20));
         let ways = vec![
@@ -483,6 +528,17 @@ mod tests {
         }
         let kept = all(&MODELS[0]).filter(|asked| asked.kept().unwrap().is_some());
         assert!(kept.count() >= 3, "the first model has answered");
+    }
+
+    #[test]
+    fn the_plot_shows_the_kept_finals() {
+        let folder = std::env::temp_dir().join(format!("kvlab-plot-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let file = folder.join("decoys.svg");
+        plot::draw(&file, &panels().unwrap()).unwrap();
+        let (drawn, kept) = (read_text(&file).unwrap(), read_text(&root().join(PLOT)).unwrap());
+        assert!(drawn == kept, "{PLOT} is old; `cargo xtask published --table` draws it");
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

@@ -17,6 +17,7 @@ use xtask::run::{self, Result, cargo, exit_code, target};
 mod finals;
 mod goldens;
 mod models;
+mod plot;
 mod screen;
 
 use models::{Form, MODELS, Published, SMOLLM2};
@@ -191,17 +192,16 @@ fn read(file: &Path) -> Result<Vec<AnswerLine>> {
 /// The name of the strategy that all others are compared with.
 const FULL: &str = "full attention";
 
-/// Returns the answers that follow an answer of full attention to the same question, each with its operation
-/// count relative to full attention's. Each call asks full attention first, so answers are compared within
-/// one call.
-fn with_shares(answers: &[AnswerLine]) -> impl Iterator<Item = (&AnswerLine, f64)> {
+/// Returns the answers that follow an answer of full attention to the same question, each with that answer.
+/// Each call asks full attention first, so answers are compared within one call.
+fn with_full(answers: &[AnswerLine]) -> impl Iterator<Item = (&AnswerLine, &AnswerLine)> {
     let mut full = BTreeMap::new();
     answers.iter().filter_map(move |answer| {
         let question = (answer.draw, answer.question);
         if answer.name == FULL {
-            full.insert(question, answer.flops);
+            full.insert(question, answer);
         }
-        full.get(&question).map(|full| (answer, answer.flops / full))
+        full.get(&question).map(|full| (answer, *full))
     })
 }
 

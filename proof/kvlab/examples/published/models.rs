@@ -38,8 +38,10 @@ pub(super) enum Form {
     Firms,
     /// Notes about firms, behind the built-in decoys.
     FirmsBuiltIn,
-    /// Documents of several kinds, behind the built-in decoys.
+    /// Documents of several kinds, behind other such documents.
     Mixed,
+    /// Documents of several kinds, behind the built-in decoys.
+    MixedBuiltIn,
 }
 
 impl Form {
@@ -49,6 +51,7 @@ impl Form {
             Self::Firms => &["--form", "firms"],
             Self::FirmsBuiltIn => &["--form", "firms", "--decoys", "built-in"],
             Self::Mixed => &["--form", "mixed"],
+            Self::MixedBuiltIn => &["--form", "mixed", "--decoys", "built-in"],
         }
     }
 
@@ -58,6 +61,7 @@ impl Form {
             Self::Firms => "firms",
             Self::FirmsBuiltIn => "firms, built-in decoys",
             Self::Mixed => "mixed",
+            Self::MixedBuiltIn => "mixed, built-in decoys",
         }
     }
 
@@ -67,6 +71,7 @@ impl Form {
             Self::Firms => "firms",
             Self::FirmsBuiltIn => "firms-built-in",
             Self::Mixed => "mixed",
+            Self::MixedBuiltIn => "mixed-built-in",
         }
     }
 }
@@ -136,18 +141,23 @@ const SMOLLM2_FIRMS: &[Way] = &[
 const FIRMS: &[Way] = &[some(NONE), all(BEHIND_3), some(BEHIND_7), some(SLOTS_4), some(DEFAULT)];
 const EIGHT_FIRMS: &[Way] = &[some(NONE), all(BEHIND_3), some(BEHIND_7), some(SLOTS_8), some(DEFAULT)];
 
+/// The strategies for documents of several kinds. The decoys are other such documents.
+const MIXED: &[Way] = &[some(NONE), all(BEHIND_3), all(BEHIND_7), some(SLOTS_4), some(DEFAULT)];
+const EIGHT_MIXED: &[Way] = &[some(NONE), all(BEHIND_3), all(BEHIND_7), some(SLOTS_8), some(DEFAULT)];
+
 /// The strategies with built-in decoys.
-const BUILT_IN: &[Way] = &[some(NONE), all(BEHIND_3), all(BEHIND_7), some(DEFAULT)];
+const BUILT_IN: &[Way] = &[some(BEHIND_3), all(BEHIND_7)];
 
 /// All forms and numbers of documents.
 const FINALS: &[Final] = &[
     asked(Form::Firms, 2, FIRMS),
     asked(Form::Firms, 4, FIRMS),
     asked(Form::Firms, 8, EIGHT_FIRMS),
+    asked(Form::Mixed, 2, MIXED),
+    asked(Form::Mixed, 4, MIXED),
+    asked(Form::Mixed, 8, EIGHT_MIXED),
     asked(Form::FirmsBuiltIn, 4, BUILT_IN),
-    asked(Form::Mixed, 2, BUILT_IN),
-    asked(Form::Mixed, 4, BUILT_IN),
-    asked(Form::Mixed, 8, BUILT_IN),
+    asked(Form::MixedBuiltIn, 4, BUILT_IN),
 ];
 
 /// With eight notes, full attention itself answers too few questions correctly to judge by.
@@ -155,10 +165,11 @@ const SMOLLM2_FINALS: &[Final] = &[
     asked(Form::Firms, 2, SMOLLM2_FIRMS),
     asked(Form::Firms, 4, SMOLLM2_FIRMS),
     asked(Form::Firms, 8, EIGHT_FIRMS),
+    asked(Form::Mixed, 2, MIXED),
+    asked(Form::Mixed, 4, MIXED),
+    asked(Form::Mixed, 8, EIGHT_MIXED),
     asked(Form::FirmsBuiltIn, 4, BUILT_IN),
-    asked(Form::Mixed, 2, BUILT_IN),
-    asked(Form::Mixed, 4, BUILT_IN),
-    asked(Form::Mixed, 8, BUILT_IN),
+    asked(Form::MixedBuiltIn, 4, BUILT_IN),
 ];
 
 pub(super) const SMOLLM2: Published = Published {

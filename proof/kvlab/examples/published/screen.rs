@@ -12,7 +12,7 @@ use std::process::Command;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AnswerLine, EvalCall, FLOPS, FULL, Form, KEPT, QUALITY, SMOLLM2, ask, plain, program, read, with_shares,
+    AnswerLine, EvalCall, FLOPS, FULL, Form, KEPT, QUALITY, SMOLLM2, ask, plain, program, read, with_full,
     write_table,
 };
 use xtask::published::folder;
@@ -306,13 +306,13 @@ pub(super) fn quick() -> Result {
 /// question.
 fn sums(answers: &[AnswerLine]) -> BTreeMap<String, WaySum> {
     let mut sums: BTreeMap<String, WaySum> = BTreeMap::new();
-    for (answer, share) in with_shares(answers) {
+    for (answer, full) in with_full(answers) {
         let (Some(divergence), Some(agreement)) = (answer.divergence, answer.agreement) else { continue };
         let sum = sums.entry(plain(&answer.name)).or_default();
         sum.divergence += divergence;
         sum.agreement += agreement;
         sum.recomputed += answer.recomputed;
-        sum.operations += share;
+        sum.operations += answer.flops / full.flops;
         sum.each.insert((answer.draw, answer.question), divergence);
     }
     for sum in sums.values_mut() {

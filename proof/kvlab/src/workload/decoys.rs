@@ -65,11 +65,11 @@ pub fn decoy_rows(
         }
     }
     let (last, mut cached) = (&prompts[RUNS], [Duration::MAX; 2]);
-    for i in 0..=RUNS {
+    for (i, prompt) in prompts.iter().enumerate() {
         let mut documents = last.chunks()[..chunks].to_vec();
         documents.rotate_left(i % chunks);
         for mode in [i % 2, 1 - i % 2] {
-            let took = ttft(cells[mode], &documents, prompts[i].question())?;
+            let took = ttft(cells[mode], &documents, prompt.question())?;
             // The first prompt of each mode computes its documents.
             if i > 0 {
                 cached[mode] = cached[mode].min(took);

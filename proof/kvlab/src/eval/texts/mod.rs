@@ -87,10 +87,11 @@ impl Texts {
         (0..per_kind).flat_map(|_| round()).map(|kind| self.question(kind, &mut rng)).collect()
     }
 
-    /// Returns decoys: notes on firms that do not contain the answer to any question.
-    pub fn decoys() -> Vec<String> {
-        let mut rng = StdRng::seed_from_u64(u64::MAX);
-        Self::new(Self::MOST).question(QuestionKind::Local, &mut rng).documents
+    /// Returns decoys: documents of the same form that do not contain the answer to any question. They have
+    /// about 100 tokens each, whatever the documents' length.
+    pub fn decoys(self) -> Vec<String> {
+        let texts = Self { documents: Self::MOST, words: None, ..self };
+        texts.question(QuestionKind::Local, &mut StdRng::seed_from_u64(u64::MAX)).documents
     }
 
     fn question(self, kind: QuestionKind, rng: &mut StdRng) -> Question {
