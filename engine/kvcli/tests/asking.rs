@@ -92,6 +92,32 @@ fn a_text_with_separators_is_ordinary_until_they_are_asked_for() {
 }
 
 #[test]
+fn the_default_way_is_explained_in_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let decoy = dir.path().join("decoy.txt");
+    fs::write(&decoy, "emil is grey .").unwrap();
+    let parts = [SYSTEM, A, B, "bora ?"].join("##");
+    let asked = ["-p", &parts, "--separator", "##"];
+    let explained = |more: &[&str]| {
+        let said = run(&[&asked[..], more].concat()).1;
+        said.lines().find(|line| line.contains("measured")).map(str::to_owned)
+    };
+    let recomputed = explained(&[]).unwrap();
+    assert!(
+        recomputed.starts_with("Half of the document tokens are recomputed (question:0.5)"),
+        "{recomputed}"
+    );
+    let decoys = ["--decoys", decoy.to_str().unwrap()];
+    let behind = explained(&decoys).unwrap();
+    assert!(behind.starts_with("Documents are computed behind decoys (behind:1)"), "{behind}");
+    assert_eq!(json(&[&asked[..], &decoys].concat())["cell"]["mode"], "behind:1");
+    for chosen in [&["--chunks", "alone"][..], &["--recompute", "none"], &["--full-attention"]] {
+        assert_eq!(explained(chosen), None, "{chosen:?}");
+    }
+    assert!(!run(&["-p", "alba ?"]).1.contains("measured"), "there are no documents");
+}
+
+#[test]
 fn prompts_come_from_files_and_standard_input_too() {
     let text = [SYSTEM, A, B, "dilan ?"].join("##");
     let dir = tempfile::tempdir().unwrap();

@@ -27,12 +27,13 @@
 //!       runner           a model on a device with its caches; independent of requests
 //!         request        requests with their settings, and answers
 //!         config, error  the settings of an engine, its errors
-//! tuned                  a file with the reuse settings that suit a model
+//! tuned, defaults        a file with the reuse settings that suit a model, the settings without such a file
 //! ```
 
 #![forbid(unsafe_code)]
 
 mod config;
+mod defaults;
 mod engine;
 mod error;
 mod prompt;
@@ -46,6 +47,7 @@ pub use config::{
     ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, DEFAULT_SWAP_MEMORY, DEFAULT_TYPICAL_LEN, EngineConfig,
     PoolTag, Scheduling,
 };
+pub use defaults::DefaultReuse;
 pub use engine::Engine;
 pub use error::{Error, Result};
 pub use prompt::BUILT_IN_DECOYS;

@@ -5,11 +5,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvchunk::{Recompute, Reuse};
 use kvengine::{
-    Answer, AnswerEvent, BUILT_IN_DECOYS, Engine, EngineConfig, FinishReason, Generation, PromptTokens,
-    Request,
+    Answer, AnswerEvent, BUILT_IN_DECOYS, DefaultReuse, Engine, EngineConfig, FinishReason, Generation,
+    PromptTokens, Request,
 };
 use kvmodel::dense::WeightFormat;
-use kvmodel::{ModelDirectory, TextCodec, TextStream};
+use kvmodel::{Model, ModelDirectory, TextCodec, TextStream};
 use pyo3::exceptions::{PyFileNotFoundError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -96,12 +96,21 @@ impl Running<'_> {
 }
 
 impl Llm {
-    fn load(path: &Path, config: &EngineConfig, opened: ModelDevice) -> Result<(Engine, TextCodec)> {
+    /// Loads a model, and creates its engine. `way` returns the reuse settings for the model.
+    fn load(
+        path: &Path,
+        config: EngineConfig,
+        opened: ModelDevice,
+        way: impl FnOnce(&Model) -> Reuse,
+    ) -> Result<(Engine, TextCodec, Reuse)> {
         let ModelDevice { backend, dense } = opened;
         let ModelDirectory { model, codec } =
             ModelDirectory::load_with(path, WeightFormat::default(), dense, &mut |_, _| ())?;
-        let engine = Engine::new(model, backend, codec.digest(), config)?;
-        Ok((engine, codec))
+        let way = way(&model);
+        let (compute_mode, position_strategy) = (way.cell.mode, way.cell.strategy);
+        let chunks = kvchunk::ChunkCacheConfig { compute_mode, position_strategy, ..config.chunks };
+        let engine = Engine::new(model, backend, codec.digest(), &EngineConfig { chunks, ..config })?;
+        Ok((engine, codec, way))
     }
 
     /// Locks the engine. Waits without holding Python's lock, because the thread that has locked the engine
@@ -181,10 +190,10 @@ impl Llm {
     ///
     /// `chunk_cache_config` determines the separator at which a string is cut and the tokens that the
     /// resulting chunks see. `recompute` (`"none"`, `"link:K"`, `"question:R"`, …) is the strategy that
-    /// chooses the document tokens to recompute. If neither is given, the half of the document tokens to
-    /// which the question attends most is recomputed, which gave the best answers of all measured settings.
-    /// If only `chunk_cache_config` is given, nothing is recomputed. Without `enable_chunk_cache`, prompts
-    /// are answered with ordinary attention.
+    /// chooses the document tokens to recompute. If neither is given, `decoys` decide. With decoys, documents
+    /// are computed behind them and nothing is recomputed. Without decoys, the half of the document tokens to
+    /// which the question attends most is recomputed. If only `chunk_cache_config` is given, nothing is
+    /// recomputed. Without `enable_chunk_cache`, prompts are answered with ordinary attention.
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, decoys = None, dtype_name = "float32",
@@ -207,18 +216,24 @@ impl Llm {
         if !model.exists() {
             return Err(PyFileNotFoundError::new_err(format!("{}: no such model", model.display())));
         }
-        let mut way = chunk_cache_config.map_or_else(Reuse::default, |config| Reuse::plain(config.0.cell()));
-        if let Some(recompute) = recompute {
-            way.recompute = recompute.parse::<Recompute>().map_err(CallError::from)?;
-        }
-        let mut chunks = chunk_cache_config.map_or_else(
+        let recompute = recompute.map(str::parse::<Recompute>).transpose().map_err(CallError::from)?;
+        let cell = chunk_cache_config.map(|config| config.0.cell());
+        let given = decoys.as_ref().map_or(0, Vec::len);
+        let way = move |model: &Model| {
+            let usual = || match recompute {
+                Some(_) => Reuse::default(),
+                None => DefaultReuse::of(model.config(), given).reuse,
+            };
+            let way = cell.map_or_else(usual, Reuse::plain);
+            Reuse { recompute: recompute.unwrap_or(way.recompute), ..way }
+        };
+        let chunks = chunk_cache_config.map_or_else(
             || kvchunk::ChunkCacheConfig {
                 memory_share: DEFAULT_SHARE,
                 ..kvchunk::ChunkCacheConfig::default()
             },
             |config| config.0.clone(),
         );
-        (chunks.compute_mode, chunks.position_strategy) = (way.cell.mode, way.cell.strategy);
         let enabled = enable_chunk_cache && chunks.enabled;
         let opened = open_model(py, device, threads)?;
         let separator = chunks.separator.clone();
@@ -229,7 +244,7 @@ impl Llm {
             chunks,
             ..EngineConfig::default()
         };
-        let (engine, codec) = py.detach(|| Self::load(&model, &config, opened))?;
+        let (engine, codec, way) = py.detach(|| Self::load(&model, config, opened, way))?;
         let texts = decoys.unwrap_or_else(|| BUILT_IN_DECOYS.map(str::to_owned).to_vec());
         let decoys: kvmodel::Result<_> = texts.iter().map(|text| codec.encode(text, false)).collect();
         let decoys = decoys.map_err(CallError::from)?;

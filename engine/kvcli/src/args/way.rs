@@ -8,7 +8,7 @@ use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, Reuse, R
 use super::{Positions, mode, positive, recompute};
 
 /// The heading of this group of options in the help text.
-const WAY: &str = "How documents are reused (default: --positions sequential --chunks with-system --recompute question:0.5)";
+const WAY: &str = "How documents are reused (default: with --decoys, documents are computed behind them; otherwise, half of their tokens are recomputed)";
 
 /// Options for the reuse of documents.
 #[derive(Debug, Args)]
@@ -36,8 +36,9 @@ pub(crate) struct WayArgs {
     recompute: Option<Recompute>,
 
     /// File with a decoy for --chunks behind:N (N decoys) or slots:N (2 N - 1 decoys), or directory of such
-    /// files. May be repeated. Decoys of the same kind as the documents keep the most answers. Default: the
-    /// decoys in the file given with --reuse, or 7 built-in texts.
+    /// files. May be repeated. Decoys of the same kind as the documents keep the most answers. Without
+    /// another option of this group, decoys imply --chunks behind:3 (or fewer). Default: the decoys in the
+    /// file given with --reuse, or 7 built-in texts.
     #[arg(long, help_heading = WAY, value_name = "FILE|DIR")]
     pub(crate) decoys: Vec<PathBuf>,
 
@@ -57,22 +58,29 @@ pub(crate) struct WayArgs {
 }
 
 impl WayArgs {
-    /// Returns the reuse settings from the options other than the file.
-    pub(crate) fn asked_for(&self) -> Reuse {
+    /// Returns the reuse settings from the options other than the file. `usual` are the settings without any
+    /// option.
+    pub(crate) fn asked_for(&self, usual: Reuse) -> Reuse {
         let scaling = ContextScaling { temperature: self.context_temperature, scale: self.context_scale };
-        Reuse { scaling, ..way(self.positions, self.chunks, self.recompute) }
+        Reuse { scaling, ..way(usual, self.positions, self.chunks, self.recompute) }
+    }
+
+    /// Returns true if no option of this group chooses a strategy.
+    pub(crate) fn is_usual(&self) -> bool {
+        self.reuse.is_none() && self.positions.is_none() && self.chunks.is_none() && self.recompute.is_none()
     }
 }
 
-/// Returns the default reuse settings if no argument is given. Otherwise, missing arguments default to
+/// Returns the usual reuse settings if no argument is given. Otherwise, missing arguments default to
 /// sequential positions, the default compute mode and no recomputation.
 pub(crate) fn way(
+    usual: Reuse,
     positions: Option<Positions>,
     chunks: Option<ComputeMode>,
     recompute: Option<Recompute>,
 ) -> Reuse {
     if positions.is_none() && chunks.is_none() && recompute.is_none() {
-        return Reuse::default();
+        return usual;
     }
     let strategy = positions.map_or(PositionStrategy::Sequential, Into::into);
     let cell = ReuseCell { mode: chunks.unwrap_or_default(), strategy };
@@ -85,6 +93,7 @@ mod tests {
 
     #[test]
     fn the_default_is_taken_whole_or_not_at_all() {
+        let way = |positions, chunks, recompute| way(Reuse::default(), positions, chunks, recompute);
         assert_eq!(way(None, None, None), Reuse::default());
         let plain = way(Some(Positions::Overlapped), None, None);
         assert_eq!((plain.recompute, plain.cell.strategy), (Recompute::None, PositionStrategy::Overlapped));

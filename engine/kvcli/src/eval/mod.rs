@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
-use kvengine::TunedReuse;
+use kvengine::{DefaultReuse, TunedReuse};
 use kvlab::{
     Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, Trial, evaluate,
 };
@@ -85,7 +85,9 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
             floor: args.floor / 100.0,
             ..GateLimits::of(args.engine.dtype)
         };
-        let way = tuned.unwrap_or_else(|| way(args.positions, args.chunks, recompute));
+        let given = if args.asking.decoys.is_empty() { 0 } else { options.style.decoys.len() };
+        let usual = DefaultReuse::of(engine.model().config(), given).reuse;
+        let way = tuned.unwrap_or_else(|| way(usual, args.positions, args.chunks, recompute));
         let mut count = |done, total| progress.count(done, total);
         let gate = Gate::check(&mut engine, &codec, &questions, way, limits, &options, &mut count)?;
         progress.finish();

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ColdRule, Reuse, SleepUsage};
 use kvengine::{
-    BUILT_IN_DECOYS, Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request, TunedReuse,
+    BUILT_IN_DECOYS, DefaultReuse, Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request,
+    TunedReuse,
 };
 use kvmodel::ModelDirectory;
 
@@ -29,9 +30,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let OpenedBackend { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
     let tuned = args.way.reuse.as_deref().map(TunedReuse::read).transpose()?;
+    let built_in = BUILT_IN_DECOYS.map(str::to_owned);
+    let own = decoys::read(&args.way.decoys, &[])?;
+    let usual = DefaultReuse::of(model.config(), own.len());
     let way = match &tuned {
         Some(tuned) => tuned.of(&model)?,
-        None => args.way.asked_for(),
+        None => args.way.asked_for(usual.reuse),
     };
     let config = EngineConfig {
         kv_format: args.dtype,
@@ -53,9 +57,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
-    let built_in = BUILT_IN_DECOYS.map(str::to_owned);
-    let tuned = tuned.as_ref().map(TunedReuse::decoys).filter(|decoys| !decoys.is_empty());
-    let decoys = decoys::read(&args.way.decoys, tuned.unwrap_or(&built_in))?;
+    let tuned = tuned.as_ref().map_or(&[][..], TunedReuse::decoys);
+    let decoys = [&own[..], tuned].into_iter().find(|decoys| !decoys.is_empty()).unwrap_or(&built_in);
     let decoys: Arc<[Vec<u32>]> =
         decoys.iter().map(|text| codec.encode(text, false)).collect::<kvmodel::Result<_>>()?;
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
@@ -70,6 +73,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     engine.profiler().reset();
     if let Some(note) = prompts.note() {
         eprintln!("{note}");
+    } else if args.way.is_usual() && !args.no_chunk_cache && !args.full_attention && prompts.has_documents() {
+        eprintln!("{}", explained(&usual));
     }
     let forced = args.sampling.answer();
     let request = Request {
@@ -82,6 +87,21 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let text = live.finish()?;
     let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
     show(args, &way, &engine, (text, read_back), &generation, asleep)
+}
+
+/// Explains the default reuse settings in one line.
+fn explained(usual: &DefaultReuse) -> String {
+    let Reuse { cell, recompute, .. } = &usual.reuse;
+    let how = match cell.mode.num_decoys() {
+        0 => format!(
+            "Half of the document tokens are recomputed ({recompute}), the safest way without --decoys"
+        ),
+        _ => format!("Documents are computed behind decoys ({}), and nothing is recomputed", cell.mode),
+    };
+    match usual.measured_on {
+        Some(name) => format!("{how}. Measured on {name}: docs/quality.md."),
+        None => format!("{how}. This model was not measured; kvc tune does it."),
+    }
 }
 
 fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -> Request {

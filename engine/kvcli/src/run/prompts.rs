@@ -70,6 +70,14 @@ impl RunPrompts {
         self.warm.iter().map(|text| self.tokens(codec, text))
     }
 
+    /// Returns true if the prompt has documents.
+    pub(super) fn has_documents(&self) -> bool {
+        match &self.form {
+            Form::Cut { separator, .. } => self.text.matches(separator.as_str()).count() > 1,
+            Form::Raw { documents, .. } | Form::Chat { documents, .. } => !documents.is_empty(),
+        }
+    }
+
     /// Explains why the separator did not split the prompt: none was given, or it occurs fewer than two
     /// times.
     pub(super) fn note(&self) -> Option<String> {
