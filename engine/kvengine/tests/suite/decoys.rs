@@ -97,3 +97,24 @@ fn requests_at_once_share_the_decoys() {
     let chunks = engine.chunks().unwrap().metrics();
     assert_eq!(chunks.insertions, 3, "each document is computed once");
 }
+
+/// A library's own documents may be its decoys. One of them may then be asked for, too.
+#[test]
+fn a_document_may_be_one_of_the_decoys() {
+    let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
+    for mode in [ComputeMode::Behind(3), ComputeMode::Slots(3)] {
+        let mut engine = Engine::new(load_model("llama"), CpuBackend::new(), b"none", &config).unwrap();
+        let asked = request("llama", "none", mode);
+        let golden = Golden::behind_decoys("llama").prompt;
+        let mut decoys = golden.decoys().to_vec();
+        decoys[1] = golden.chunks()[0].clone();
+        let prompt = PromptTokens::Chunked(golden.with_decoys(decoys.into()).unwrap());
+        let asked = Request { prompt: prompt.into(), ..asked };
+        let scratch = engine.generate(&Request { reuse: false, ..asked.clone() }, &mut ()).unwrap();
+        for hits in [0, 3] {
+            let got = engine.generate(&asked, &mut ()).unwrap();
+            assert_eq!(got.chunks.iter().filter(|chunk| chunk.hit).count(), hits, "{mode}");
+            assert_same(&got, &scratch);
+        }
+    }
+}
