@@ -77,11 +77,6 @@ impl DefaultReuse {
 mod tests {
     use super::*;
 
-    fn of(layers: usize, hidden_size: usize, vocab_size: usize, decoys: usize) -> DefaultReuse {
-        let config = ModelConfig::benchmark(layers, hidden_size).unwrap();
-        DefaultReuse::of(&ModelConfig { hidden_size, vocab_size, ..config }, decoys)
-    }
-
     #[test]
     fn decoys_of_the_user_take_the_place_of_recomputation() {
         for (layers, hidden_size, vocab_size, name) in
