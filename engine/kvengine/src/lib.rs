@@ -27,13 +27,12 @@
 //!       runner           a model on a device with its caches; independent of requests
 //!         request        requests with their settings, and answers
 //!         config, error  the settings of an engine, its errors
-//! tuned, defaults        a file with the reuse settings that suit a model, the settings without such a file
+//! tuned                  a file with the reuse settings that suit a model, and the settings without such a file
 //! ```
 
 #![forbid(unsafe_code)]
 
 mod config;
-mod defaults;
 mod engine;
 mod error;
 mod prompt;
@@ -47,7 +46,6 @@ pub use config::{
     ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, DEFAULT_SWAP_MEMORY, DEFAULT_TYPICAL_LEN, EngineConfig,
     PoolTag, Scheduling,
 };
-pub use defaults::DefaultReuse;
 pub use engine::Engine;
 pub use error::{Error, Result};
 pub use prompt::BUILT_IN_DECOYS;
@@ -57,4 +55,4 @@ pub use request::{
 pub use runner::{CacheReport, GroupReport, PinnedPrompt, Slept};
 pub use sampling::Sampler;
 pub use serve::{Answer, AnswerEvent, PreemptionCosts, RequestId, Step, StepTimes};
-pub use tuned::{TunedBy, TunedReuse};
+pub use tuned::{DefaultReuse, TunedBy, TunedReuse};

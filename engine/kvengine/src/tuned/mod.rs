@@ -1,4 +1,5 @@
-//! Tuned reuse: settings that were chosen for one model by measurement, and the file that stores them.
+//! Tuned reuse: settings that were chosen for one model by measurement, the file that stores them, and the
+//! settings of a model without such a file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,6 +10,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::request::Request;
+
+mod defaults;
+
+pub use defaults::DefaultReuse;
 
 /// The version of the file format that this crate writes and reads.
 const VERSION: u32 = 1;
