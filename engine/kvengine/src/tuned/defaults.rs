@@ -13,8 +13,8 @@ pub struct DefaultReuse {
     pub measured_on: Option<&'static str>,
 }
 
-/// A published model, identified by its size, and the number of decoys behind which notes kept the answers of
-/// full attention.
+/// A published model, identified by its size, and the number of decoys behind which prompts with four
+/// documents kept the answers of full attention.
 struct MeasuredModel {
     name: &'static str,
     layers: usize,
