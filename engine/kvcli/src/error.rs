@@ -20,6 +20,9 @@ pub(crate) enum Error {
     /// A document has no text.
     #[error("the document {0} is empty; remove it, or add some text")]
     EmptyDocument(PathBuf),
+    /// A directory of decoys is empty.
+    #[error("the directory {0} contains no decoys; put one text file into it for each decoy")]
+    NoDecoys(PathBuf),
     /// A prompt starts with documents, but documents must follow some text.
     #[error("documents need some text before them; give --system TEXT, or --chat for the model's template")]
     NoSystem,

@@ -107,10 +107,15 @@ fn the_default_way_is_explained_in_one_line() {
         recomputed.starts_with("Half of the document tokens are recomputed (question:0.5)"),
         "{recomputed}"
     );
-    let decoys = ["--decoys", decoy.to_str().unwrap()];
+    let decoys = ["--decoys", decoy.to_str().unwrap()].repeat(3);
+    assert_eq!(explained(&decoys[..4]).as_ref(), Some(&recomputed), "two decoys are too few");
     let behind = explained(&decoys).unwrap();
-    assert!(behind.starts_with("Documents are computed behind decoys (behind:1)"), "{behind}");
-    assert_eq!(json(&[&asked[..], &decoys].concat())["cell"]["mode"], "behind:1");
+    assert!(behind.starts_with("Documents are computed behind decoys (behind:3)"), "{behind}");
+    assert_eq!(json(&[&asked[..], &decoys].concat())["cell"]["mode"], "behind:3");
+    let empty = dir.path().join("none");
+    fs::create_dir(&empty).unwrap();
+    let said = run(&[&asked[..], &["--decoys", empty.to_str().unwrap()]].concat()).1;
+    assert!(said.contains("contains no decoys"), "{said}");
     for chosen in [&["--chunks", "alone"][..], &["--recompute", "none"], &["--full-attention"]] {
         assert_eq!(explained(chosen), None, "{chosen:?}");
     }

@@ -190,9 +190,9 @@ impl Llm {
     ///
     /// `chunk_cache_config` determines the separator at which a string is cut and the tokens that the
     /// resulting chunks see. `recompute` (`"none"`, `"link:K"`, `"question:R"`, …) is the strategy that
-    /// chooses the document tokens to recompute. If neither is given, `decoys` decide. With decoys, documents
-    /// are computed behind them and nothing is recomputed. Without decoys, the half of the document tokens to
-    /// which the question attends most is recomputed. If only `chunk_cache_config` is given, nothing is
+    /// chooses the document tokens to recompute. If neither is given, `decoys` decide. With three
+    /// decoys or more, documents are computed behind them and nothing is recomputed. Otherwise, the half of the
+    /// document tokens to which the question attends most is recomputed. If only `chunk_cache_config` is given, nothing is
     /// recomputed. Without `enable_chunk_cache`, prompts are answered with ordinary attention.
     #[new]
     #[pyo3(signature = (

@@ -66,7 +66,7 @@ pub(crate) struct EvalArgs {
 
     /// Write the questions to this file as a dataset, and ask nothing: an example for a dataset of your own, or
     /// questions for another program.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["gate", "answers", "show", "arms", "reuse", "strategies", "read"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["gate", "answers", "show", "arms", "reuse", "strategies", "read", "plot"])]
     pub(crate) save_questions: Option<PathBuf>,
 
     /// Recompute strategy (see `kvc run --help`). May be repeated. Default: link, blend, question, joint and

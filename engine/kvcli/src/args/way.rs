@@ -37,8 +37,9 @@ pub(crate) struct WayArgs {
 
     /// File with a decoy for --chunks behind:N (N decoys) or slots:N (2 N - 1 decoys), or directory of such
     /// files. May be repeated. Decoys of the same kind as the documents keep the most answers. Without
-    /// another option of this group, decoys imply --chunks behind:3 (or fewer). Default: the decoys in the
-    /// file given with --reuse, or 7 built-in texts.
+    /// another option of this group, three decoys or more imply --chunks behind:3. With another option, decoys
+    /// are used only by behind:N and slots:N. Default: the decoys in the file given with --reuse, or 7 built-in
+    /// texts.
     #[arg(long, help_heading = WAY, value_name = "FILE|DIR")]
     pub(crate) decoys: Vec<PathBuf>,
 

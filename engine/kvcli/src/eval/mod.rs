@@ -85,7 +85,8 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
             floor: args.floor / 100.0,
             ..GateLimits::of(args.engine.dtype)
         };
-        let given = if args.asking.decoys.is_empty() { 0 } else { options.style.decoys.len() };
+        let own = args.asking.decoys.iter().any(|path| path.as_os_str() != "built-in");
+        let given = if own { options.style.decoys.len() } else { 0 };
         let usual = DefaultReuse::of(engine.model().config(), given).reuse;
         let way = tuned.unwrap_or_else(|| way(usual, args.positions, args.chunks, recompute));
         let mut count = |done, total| progress.count(done, total);

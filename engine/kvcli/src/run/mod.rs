@@ -94,13 +94,13 @@ fn explained(usual: &DefaultReuse) -> String {
     let Reuse { cell, recompute, .. } = &usual.reuse;
     let how = match cell.mode.num_decoys() {
         0 => format!(
-            "Half of the document tokens are recomputed ({recompute}), the safest way without --decoys"
+            "Half of the document tokens are recomputed ({recompute}), which lost the fewest answers of all settings without decoys"
         ),
         _ => format!("Documents are computed behind decoys ({}), and nothing is recomputed", cell.mode),
     };
     match usual.measured_on {
         Some(name) => format!("{how}. Measured on {name}: docs/quality.md."),
-        None => format!("{how}. This model was not measured; kvc tune does it."),
+        None => format!("{how}. This model was not measured; measure it with kvc tune."),
     }
 }
 

@@ -156,7 +156,10 @@ fn graphs_of_whole_decode_steps_give_the_bits_of_eager_steps(
     #[values("llama", "mistral", "qwen2", "qwen3", "gemma3", "llama-dynamic", "deepseek-v3", LATENT)]
     name: &str,
     #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
-    #[values((0, KeyForm::Rotated), (1, KeyForm::Unrotated))] setting: (usize, KeyForm),
+    #[values((0, KeyForm::Rotated), (1, KeyForm::Rotated), (1, KeyForm::Unrotated))] setting: (
+        usize,
+        KeyForm,
+    ),
 ) {
     let (device, keys) = setting;
     let Some((expected, none)) = bits(name, (kind, device), keys, 0) else { return };

@@ -669,8 +669,8 @@ _Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt
 class LLM:
     """A model on this machine that caches the documents of its prompts, and finds them again in any order.
 
-    By default, the half of the document tokens to which the question attends most is recomputed. If ``decoys`` are
-    given, documents are computed behind up to three of them instead, and nothing is recomputed. ``recompute`` chooses
+    By default, the half of the document tokens to which the question attends most is recomputed. If three
+    ``decoys`` or more are given, documents are computed behind three of them instead, and nothing is recomputed. ``recompute`` chooses
     another strategy. If only ``chunk_cache_config`` is given, nothing is recomputed.
 
     With the compute mode ``behind:N``, documents see the first ``N`` of ``decoys`` while they are computed, and the

@@ -59,8 +59,8 @@ struct WayResult {
     /// The median time to first token in milliseconds, for questions asked one after another on an idle
     /// machine.
     ttft_ms: Option<f64>,
-    /// The time to first token, relative to full attention's on the same question: the median over all
-    /// questions. A busy machine slows both alike.
+    /// The time to first token, relative to full attention's on the same question: the median over
+    /// the questions asked since the answers were last restored. A busy machine slows both alike.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ttft_share: Option<f64>,
 }

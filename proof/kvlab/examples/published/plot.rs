@@ -41,7 +41,7 @@ fn family(name: &str) -> usize {
     }
 }
 
-/// Returns the points that no other point beats in both time and right answers, ordered by time.
+/// Returns the points for which no other point is as fast and has as many right answers, ordered by time.
 fn front(points: &[PlotPoint]) -> Vec<(f64, f64)> {
     let mut sorted: Vec<(f64, f64)> = points.iter().map(|point| (point.time, point.right)).collect();
     sorted.sort_by(|a, b| a.0.total_cmp(&b.0).then(b.1.total_cmp(&a.1)));
