@@ -114,8 +114,7 @@ fn the_default_way_is_explained_in_one_line() {
     assert_eq!(json(&[&asked[..], &decoys].concat())["cell"]["mode"], "behind:3");
     let empty = dir.path().join("none");
     fs::create_dir(&empty).unwrap();
-    let said = run(&[&asked[..], &["--decoys", empty.to_str().unwrap()]].concat()).1;
-    assert!(said.contains("contains no decoys"), "{said}");
+    fails(&[&asked[..], &["--decoys", empty.to_str().unwrap()]].concat(), 1, "contains no decoys");
     for chosen in [&["--chunks", "alone"][..], &["--recompute", "none"], &["--full-attention"]] {
         assert_eq!(explained(chosen), None, "{chosen:?}");
     }

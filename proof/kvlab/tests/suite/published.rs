@@ -33,7 +33,8 @@ fn kept(documents: usize) -> KeptGrades {
 impl KeptGrades {
     fn rights(&self, way: &str) -> impl Iterator<Item = bool> {
         let way = self.ways.iter().find(|known| known.name == way).unwrap();
-        assert_eq!(way.right.len(), self.questions);
+        // A strategy may have answered the first draws only.
+        assert!((40..=self.questions).contains(&way.right.len()), "{} answers", way.right.len());
         way.right.chars().map(|right| right == '1')
     }
 
