@@ -55,7 +55,7 @@ const fn step(command: &'static str, budget: u32, needs: &'static [Tool]) -> CiS
 pub(crate) const STEPS: &[CiStep] = &[
     step("cargo xtask check", 125, &[Tool::Component("rustfmt"), Tool::Component("clippy")]),
     step(TEST, 450, DEVICES),
-    step("cargo run --release -p kvcli -- demo", 15, &[]),
+    step("cargo run --release -p kvcli -- demo", 30, &[]),
     step(
         "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\" --separator \"##\"",
         4,
@@ -100,14 +100,14 @@ pub(crate) const STEPS: &[CiStep] = &[
     step("cargo run --release --example chunk_reuse", 5, &[]),
     step("cargo run --release --example own_backend", 5, &[]),
     step("cargo xtask python", 60, python::NEEDS),
-    step("cargo xtask conform --backend ascend", 10, &[]),
+    step("cargo xtask conform --backend ascend", 15, &[]),
     step("cargo xtask conform --backend cpu", 5, &[]),
-    step("cargo xtask conform --backend cuda", 10, cuda_double::NEEDS),
+    step("cargo xtask conform --backend cuda", 15, cuda_double::NEEDS),
     step("cargo xtask bindgen --check", 5, bindgen::NEEDS),
     step("cargo xtask ascend-headers", 10, cann_headers::NEEDS),
     step("cargo xtask cuda-ptx --check", 35, cuda_ptx::NEEDS),
     step("cargo xtask conform --backend wgpu", 45, GPU),
-    step("cargo xtask sanitize", 140, &[sanitize::SANITIZER]),
+    step("cargo xtask sanitize", 115, &[sanitize::SANITIZER]),
     step("cargo xtask loom", 55, &[]),
     step("cargo xtask deep", 140, &[]),
 ];
