@@ -35,12 +35,10 @@ pub(crate) fn options(asking: &AskingArgs) -> Result<EvalOptions> {
         None => String::new(),
     };
     let built_in = BUILT_IN_DECOYS.map(str::to_owned);
-    let decoys = match &asking.decoys[..] {
-        [name] if name.as_os_str() == "built-in" => built_in.to_vec(),
-        paths => match asking.texts {
-            Some(documents) if paths.is_empty() => Texts::new(documents).of(asking.form.into()).decoys(),
-            _ => decoys::read(paths, &built_in)?,
-        },
+    let decoys = match (&asking.decoys[..], asking.texts) {
+        ([], Some(documents)) => Texts::new(documents).of(asking.form.into()).decoys(),
+        ([name], _) if name.as_os_str() == "built-in" => built_in.to_vec(),
+        (paths, _) => decoys::read(paths, &built_in)?,
     };
     Ok(EvalOptions {
         style: PromptStyle { chat: asking.chat, separator, decoys },

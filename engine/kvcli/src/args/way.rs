@@ -8,7 +8,7 @@ use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, Reuse, R
 use super::{Positions, mode, positive, recompute};
 
 /// The heading of this group of options in the help text.
-const WAY: &str = "How documents are reused (default: with --decoys, documents are computed behind them; otherwise, half of their tokens are recomputed)";
+const WAY: &str = "How documents are reused (default: behind three or more --decoys; without them, half of the document tokens are recomputed)";
 
 /// Options for the reuse of documents.
 #[derive(Debug, Args)]

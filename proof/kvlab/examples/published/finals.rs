@@ -383,13 +383,13 @@ fn panels() -> Result<Vec<PlotPanel>> {
     for model in MODELS.iter().filter(|model| model.chat) {
         let four = all(model).find(|asked| (asked.of.form, asked.of.documents) == (Form::Firms, 4));
         let Some(kept) = four.map(Asked::kept).transpose()?.flatten() else { continue };
+        // A strategy without a measured time is not in the plot.
         let percent = |way: &WayResult| {
             let right = way.right.matches('1').count() as f64 / way.right.len() as f64;
-            // Until times are measured, the prefill's operations stand in for them.
-            let time = kept.time_share(way).unwrap_or(way.operations);
-            PlotPoint { name: way.name.clone(), time: 100.0 * time, right: 100.0 * right }
+            let time = kept.time_share(way)?;
+            Some(PlotPoint { name: way.name.clone(), time: 100.0 * time, right: 100.0 * right })
         };
-        let points = kept.ways.iter().map(percent).collect();
+        let points = kept.ways.iter().filter_map(percent).collect();
         panels.push(PlotPanel { title: model.title.to_owned(), points });
     }
     Ok(panels)

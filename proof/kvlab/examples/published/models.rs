@@ -148,29 +148,23 @@ const EIGHT_MIXED: &[Way] = &[some(NONE), all(BEHIND_3), all(BEHIND_7), some(SLO
 /// The strategies with built-in decoys.
 const BUILT_IN: &[Way] = &[some(BEHIND_3), all(BEHIND_7)];
 
-/// All forms and numbers of documents.
-const FINALS: &[Final] = &[
-    asked(Form::Firms, 2, FIRMS),
-    asked(Form::Firms, 4, FIRMS),
-    asked(Form::Firms, 8, EIGHT_FIRMS),
-    asked(Form::Mixed, 2, MIXED),
-    asked(Form::Mixed, 4, MIXED),
-    asked(Form::Mixed, 8, EIGHT_MIXED),
-    asked(Form::FirmsBuiltIn, 4, BUILT_IN),
-    asked(Form::MixedBuiltIn, 4, BUILT_IN),
-];
+/// Returns all forms and numbers of documents. `firms` are the strategies for two and four firms. With eight
+/// firms, the smallest model answers too few questions correctly to judge more strategies by.
+const fn finals(firms: &'static [Way]) -> [Final; 8] {
+    [
+        asked(Form::Firms, 2, firms),
+        asked(Form::Firms, 4, firms),
+        asked(Form::Firms, 8, EIGHT_FIRMS),
+        asked(Form::Mixed, 2, MIXED),
+        asked(Form::Mixed, 4, MIXED),
+        asked(Form::Mixed, 8, EIGHT_MIXED),
+        asked(Form::FirmsBuiltIn, 4, BUILT_IN),
+        asked(Form::MixedBuiltIn, 4, BUILT_IN),
+    ]
+}
 
-/// With eight notes, full attention itself answers too few questions correctly to judge by.
-const SMOLLM2_FINALS: &[Final] = &[
-    asked(Form::Firms, 2, SMOLLM2_FIRMS),
-    asked(Form::Firms, 4, SMOLLM2_FIRMS),
-    asked(Form::Firms, 8, EIGHT_FIRMS),
-    asked(Form::Mixed, 2, MIXED),
-    asked(Form::Mixed, 4, MIXED),
-    asked(Form::Mixed, 8, EIGHT_MIXED),
-    asked(Form::FirmsBuiltIn, 4, BUILT_IN),
-    asked(Form::MixedBuiltIn, 4, BUILT_IN),
-];
+const FINALS: &[Final] = &finals(FIRMS);
+const SMOLLM2_FINALS: &[Final] = &finals(SMOLLM2_FIRMS);
 
 pub(super) const SMOLLM2: Published = Published {
     name: "smollm2-135m",
