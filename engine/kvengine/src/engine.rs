@@ -307,7 +307,7 @@ impl Engine {
             Some(prompt) => {
                 let limit = self.model().config().max_positions;
                 let plan = PositionPlan::new(prompt, request.cell, limit)?;
-                (prompt.system().to_vec(), plan.question_position as usize + prompt.question().len())
+                (prompt.system().to_vec(), plan.end)
             }
             None => (request.prompt.iter().collect(), request.prompt.len()),
         };

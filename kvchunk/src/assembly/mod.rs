@@ -248,7 +248,7 @@ impl Assembler<'_> {
     /// # Errors
     /// Returns the errors of [`assemble`](Self::assemble).
     pub fn assemble_at(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<Assembly> {
-        plan.check(prompt, self.reindexer.max_positions())?;
+        plan.check(self.reindexer.max_positions())?;
         let plan = self.in_slots(prompt, plan)?;
         let lookup = self.lookup();
         let chunk = |&place: &ChunkPlace| PromptChunk {

@@ -38,6 +38,9 @@ pub struct PositionPlan {
     pub question_logical: usize,
     /// The position of the question's first token.
     pub question_position: i64,
+    /// The number of positions that the prompt needs, starting at 0. Chunks behind long decoys may be computed at
+    /// higher positions than the question's.
+    pub end: usize,
 }
 
 impl PositionPlan {
@@ -45,7 +48,7 @@ impl PositionPlan {
     /// 0, 1, 2 and so on; [`in_slots`](Self::in_slots) plans them in others, which changes nothing else.
     ///
     /// # Errors
-    /// - Returns [`Error::TooLong`] if the question's last position is not below `max_positions`. The limit
+    /// - Returns [`Error::TooLong`] if the prompt needs a position that is not below `max_positions`. The limit
     ///   applies to the highest position, not to the number of tokens.
     /// - Returns [`Error::FewDecoys`] if the prompt has fewer decoys than the mode needs.
     /// - Returns [`Error::FewSlots`] if the prompt has more chunks than the mode has slots.
@@ -56,19 +59,22 @@ impl PositionPlan {
             return Err(Error::FewSlots { slots, chunks: prompt.chunks().len() });
         }
         let system = prompt.system().len();
-        // Decision: docs/decisions/chunks.md#decoys-keep-their-positions
-        // Decoys keep their positions, although the question does not see them. A chunk thus keeps its distance
-        // to everything that it has seen.
+        // Decision: docs/decisions/chunks.md#decoys-keep-their-positions-in-one-pass
+        // With overlapped and absolute positions, decoys keep their positions, although the question does not see
+        // them. A chunk thus keeps its distance to everything that it has seen.
         let decoys: usize = prompt.decoys_in(cell.mode)?.iter().map(Vec::len).sum();
         let chunks = places(prompt, cell, decoys, 0..)?;
         let logical = system + prompt.chunks().iter().map(Vec::len).sum::<usize>();
         let longest = prompt.chunks().iter().map(Vec::len).max().unwrap_or(0);
         let question_position = match cell.strategy {
             PositionStrategy::Overlapped => (system + decoys + longest) as i64,
-            PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + decoys) as i64,
+            PositionStrategy::Sequential => logical as i64,
+            PositionStrategy::Absolute => (logical + decoys) as i64,
         };
-        let plan = Self { chunks, question_logical: logical, question_position };
-        plan.check(prompt, max_positions)?;
+        let asked = question_position as usize + prompt.question().len();
+        let end = asked.max(system + decoys + longest);
+        let plan = Self { chunks, question_logical: logical, question_position, end };
+        plan.check(max_positions)?;
         Ok(plan)
     }
 
@@ -78,11 +84,10 @@ impl PositionPlan {
         Ok(Self { chunks: places(prompt, cell, decoys, slots)?, ..self })
     }
 
-    /// Checks that the last position of the question in `prompt` is below `max_positions`.
-    pub(crate) fn check(&self, prompt: &ChunkedPrompt, max_positions: usize) -> Result<()> {
-        let largest = self.question_position + prompt.question().len() as i64 - 1;
-        if usize::try_from(largest).is_ok_and(|largest| largest >= max_positions) {
-            return Err(Error::TooLong { largest, limit: max_positions });
+    /// Checks that all positions are below `max_positions`.
+    pub(crate) fn check(&self, max_positions: usize) -> Result<()> {
+        if self.end > max_positions {
+            return Err(Error::TooLong { largest: self.end as i64 - 1, limit: max_positions });
         }
         Ok(())
     }
@@ -103,7 +108,8 @@ fn places(
         let seen = mode.seen(system) + own;
         let used_start = match cell.strategy {
             PositionStrategy::Overlapped => (system + own) as i64,
-            PositionStrategy::Sequential | PositionStrategy::Absolute => (logical_start + decoys) as i64,
+            PositionStrategy::Sequential => logical_start as i64,
+            PositionStrategy::Absolute => (logical_start + decoys) as i64,
         };
         let stored_start = match cell.strategy {
             PositionStrategy::Absolute => used_start,
@@ -159,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn decoys_keep_their_positions_and_take_no_place_in_the_order() {
+    fn decoys_keep_their_positions_in_one_pass_and_take_no_place_in_the_order() {
         let prompt = prompt().with_decoys([vec![4; 6], vec![5; 2], vec![6; 9]].into()).unwrap();
         let plan = |strategy| {
             let plan = PositionPlan::new(&prompt, ReuseCell { mode: ComputeMode::Behind(2), strategy }, 100)
@@ -170,7 +176,7 @@ mod tests {
             (places, plan.question_logical, plan.question_position)
         };
         assert_eq!(plan(PositionStrategy::Overlapped), (vec![(3, 11, 11), (8, 11, 11)], 16, 19));
-        assert_eq!(plan(PositionStrategy::Sequential), (vec![(3, 11, 11), (8, 11, 16)], 16, 24));
+        assert_eq!(plan(PositionStrategy::Sequential), (vec![(3, 11, 3), (8, 11, 8)], 16, 16));
         assert_eq!(plan(PositionStrategy::Absolute), (vec![(3, 11, 11), (8, 16, 16)], 16, 24));
         let cell = ReuseCell { mode: ComputeMode::Behind(4), strategy: PositionStrategy::Overlapped };
         assert_eq!(
@@ -193,7 +199,7 @@ mod tests {
         let (two, three) = (ComputeMode::Behind(2), ComputeMode::Behind(3));
         for (strategy, first, second, question) in [
             (PositionStrategy::Overlapped, [(11, 11), (20, 20)], [(11, 11), (20, 20)], 28),
-            (PositionStrategy::Sequential, [(11, 20), (20, 20)], [(11, 25), (20, 25)], 33),
+            (PositionStrategy::Sequential, [(11, 3), (20, 3)], [(11, 8), (20, 8)], 16),
             (PositionStrategy::Absolute, [(20, 20), (20, 20)], [(25, 25), (25, 25)], 33),
         ] {
             // Each place as (stored, used), in the slots 0 and 1.
@@ -209,6 +215,18 @@ mod tests {
         assert_eq!(few, Err(Error::FewSlots { slots: 1, chunks: 2 }));
         let few = PositionPlan::new(&prompt, cell(ComputeMode::Slots(3)), 100);
         assert_eq!(few, Err(Error::FewDecoys { mode: ComputeMode::Slots(3), given: 3 }));
+    }
+
+    #[test]
+    fn a_chunk_behind_long_decoys_needs_more_positions_than_the_question() {
+        let prompt = prompt().with_decoys([vec![4; 6], vec![5; 2]].into()).unwrap();
+        let cell = ReuseCell { mode: ComputeMode::Behind(2), strategy: PositionStrategy::Sequential };
+        let plan = PositionPlan::new(&prompt, cell, 19).unwrap();
+        assert_eq!((plan.question_position + 2, plan.end), (18, 3 + 8 + 8));
+        assert_eq!(
+            PositionPlan::new(&prompt, cell, 18),
+            Err(Error::TooLong { largest: 18, limit: 18 })
+        );
     }
 
     #[test]

@@ -130,7 +130,7 @@ fn a_plan_is_made_once_and_still_checked_against_the_models_positions() {
     let assembly = w.assembler().assemble_at(&prompt(&[2]), plan(1024)).unwrap();
     assert_eq!(*assembly.plan(), plan(1024));
     drop(assembly);
-    let far = PositionPlan { question_position: 1024, ..plan(1024) };
+    let far = PositionPlan { end: 1025, ..plan(1024) };
     let refused = w.assembler().assemble_at(&prompt(&[2]), far).unwrap_err();
     assert_eq!(refused, kvchunk::Error::TooLong { largest: 1024, limit: 1024 });
     w.check();

@@ -11,10 +11,10 @@ on the CPU with eager attention:
                                             and earlier decoys; chunks see the system prompt, three decoys and themselves;
                                             the question sees everything except the decoys. The positions are those of a
                                             prompt whose system prompt ends with the three decoys
-    sequential_behind_two_phase             chunks at overlapped positions, their cached keys rotated to sequential
-                                            ones, then the question
+    sequential_behind_two_phase             chunks at overlapped positions, their cached keys rotated to the sequential
+                                            positions of a prompt without decoys, then the question
     overlapped_slots, absolute_slots,       the same, but the chunks see three, four and five decoys. Overlapped chunks
-    sequential_slots_two_phase              start right after the decoys that they see; the other positions are those of a
+    sequential_slots_two_phase              start right after the decoys that they see; absolute positions are those of a
                                             prompt whose system prompt ends with all five decoys
     error_f16.NAME, error_int8:4.NAME, …    the reference's own error in each row of the question if transformers caches
                                             keys and values in that format (see make.py)
@@ -82,13 +82,18 @@ def cells(mode, name, model, prompt, seen):
         model.model.rotary_emb = make.rotary_of(name, model.config)
         return make.logits(model, flat, positions, masked(parts, True), cache=cache)[asked:]
 
+    def used(parts, overlapped, ordinary=make.positions_of):
+        # The decoys keep their positions, and everything after them takes the positions of a prompt without decoys.
+        out, gap = ordinary(parts, overlapped), len(parts[0]) - len(system)
+        return [at if row < len(parts[0]) else at - gap for row, at in enumerate(out)]
+
     def two_phases(cache=None):
-        ordinary = make.mask_of, make.stored_positions
-        make.mask_of, make.stored_positions = masked, stored
+        ordinary = make.mask_of, make.stored_positions, make.positions_of
+        make.mask_of, make.stored_positions, make.positions_of = masked, stored, used
         try:
             return make.two_phase(name, model, parts, DynamicCache() if cache is None else cache)[asked:]
         finally:
-            make.mask_of, make.stored_positions = ordinary
+            make.mask_of, make.stored_positions, make.positions_of = ordinary
 
     return {
         f"overlapped_{mode}": lambda cache=None: one_pass(stored(), cache),

@@ -27,8 +27,7 @@ impl Scheduler {
         }
         let (mut tokens, plan) = own_tokens(runner, &request)?;
         self.check_room(runner, tokens.len(), request.max_new_tokens)?;
-        let prompt_start = plan.as_ref().map_or(0, |plan| plan.question_position as usize);
-        let end = prompt_start + tokens.len();
+        let end = plan.as_ref().map_or(tokens.len(), |plan| plan.end);
         let ropes = runner.ropes(end, request.max_new_tokens)?;
         let keys = runner.keys(request.tenant.as_deref(), &ropes)?;
         let id = RequestId(self.next);
