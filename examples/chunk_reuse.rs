@@ -143,6 +143,7 @@ fn main() -> Result<()> {
             reindexer: &reindexer,
             ranks: None,
             replicas: None,
+            tier: None,
         };
         // Looks up all parts. The assembly's inputs are the missing parts, with a slot for each token.
         let assembly = assembler.assemble(&prompt)?;

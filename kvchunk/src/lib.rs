@@ -97,6 +97,7 @@ mod recompute;
 mod replica;
 mod scaling;
 mod sleep;
+mod tier;
 
 pub use assembly::{
     AssembledPrompt, Assembler, Assembly, ChunkReport, Recomputation, RotatedCopy, ScratchBlocks,
@@ -124,3 +125,4 @@ pub use replica::{
 };
 pub use scaling::ContextScaling;
 pub use sleep::{ArenaSleep, ColdRule, NotWoken, PoolSleep, SleepForm, SleepStore, SleepUsage, Sleeping};
+pub use tier::TierLink;

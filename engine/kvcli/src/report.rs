@@ -11,6 +11,7 @@ use kvengine::{
     CacheReport, Engine, FinishReason, Generation, PromptTokens, Sampler, Sampling, TokenLogprobs,
 };
 use kvmodel::ProfileReport;
+use kvtier::{Slab, SlabUsage};
 use serde::Serialize;
 
 use crate::error::Result;
@@ -42,6 +43,8 @@ pub(crate) struct AnswerJson<'a> {
     graphs: Option<GraphsJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
     sleep: Option<SleepJson>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    disk: Option<SlabUsage>,
     #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<ProfileReport>,
 }
@@ -186,8 +189,20 @@ pub(crate) fn answer_json<'a>(
         read_back,
         graphs: GraphsJson::of(engine),
         sleep,
+        disk: engine.disk().map(Slab::usage),
         profile: profiler.is_enabled().then(|| profiler.report()),
     }
+}
+
+/// Describes a disk in one line.
+pub(crate) fn disk_line(usage: &SlabUsage) -> String {
+    let SlabUsage { hits, misses, records, bytes, limit_bytes, .. } = usage;
+    let mib = |bytes: &u64| *bytes as f64 / f64::from(1 << 20);
+    format!(
+        "{hits} pieces of documents loaded from the disk, {misses} not found there; {records} stored in {:.1} of {:.1} MiB",
+        mib(bytes),
+        mib(limit_bytes),
+    )
 }
 
 /// The style of tables: the only line is below the header.

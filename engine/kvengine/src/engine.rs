@@ -1,16 +1,22 @@
 //! The engine: the public interface to a runner and its scheduler.
 
+use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
-use kvchunk::{ChunkCacheManager, PositionPlan, ReplicaDevice, ReplicaLink, ReplicaTransport};
+use kvchunk::{ChunkCacheManager, PositionPlan, ReplicaDevice, ReplicaLink, ReplicaTransport, TierLink};
 use kvcore::{Backend, Clock, GraphCounts, KvCache, SystemClock};
 use kvmodel::{Model, Observer, Profiler};
+use kvtier::{Slab, SlabConfig};
 
 use crate::config::{EngineConfig, PoolTag};
 use crate::error::{Error, Result};
 use crate::request::{FinishReason, Generation, PromptTokens, Request};
 use crate::runner::{CacheReport, PinnedPrompt, Runner, Slept};
 use crate::serve::{Answer, AnswerEvent, PreemptionCosts, Scheduler, Step, StepTimes};
+
+/// The longest time that a request waits for one piece from a disk.
+const DISK_PATIENCE: Duration = Duration::from_secs(2);
 
 /// An engine that runs requests on one backend.
 #[derive(Debug)]
@@ -147,6 +153,48 @@ impl Engine {
     /// ```
     pub fn join(&mut self, transport: Arc<dyn ReplicaTransport>) {
         self.runner.replicas = Some(ReplicaLink { device: self.replica_device(), transport });
+    }
+
+    /// Opens a [slab](kvtier::Slab) in `folder`, so that chunks outlive the process. The engine saves the chunks
+    /// that it computes, and loads missing chunks instead of computing them. Requests do not wait until chunks
+    /// are saved; dropping the engine does.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use kvbackend_cpu::CpuBackend;
+    /// use kvchunk::ChunkedPrompt;
+    /// use kvengine::{Engine, EngineConfig, PromptTokens};
+    /// use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
+    /// use kvtier::SlabConfig;
+    ///
+    /// let folder = tempfile::tempdir()?;
+    /// let prompt = ChunkedPrompt::new(vec![9], vec![vec![1, 2, 3]], vec![4])?;
+    /// let mut found = Vec::new();
+    /// for start in 0..2 {
+    ///     let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
+    ///     let mut engine = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?;
+    ///     engine.open_disk(folder.path(), SlabConfig { limit: 16 << 20, ..SlabConfig::default() })?;
+    ///     let mut request = engine.request(PromptTokens::Chunked(prompt.clone()));
+    ///     request.max_new_tokens = 1;
+    ///     engine.generate(&request, &mut ())?;
+    ///     found.push(engine.disk().unwrap().usage().hits);
+    /// }
+    /// assert_eq!(found, [0, 1]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Returns the errors of [`Slab::open`].
+    pub fn open_disk(&mut self, folder: &Path, config: SlabConfig) -> Result<()> {
+        let slab = Arc::new(Slab::open(folder, self.runner.scope(), config)?);
+        self.runner.tier = Some(TierLink { device: self.replica_device(), slab, patience: DISK_PATIENCE });
+        Ok(())
+    }
+
+    /// Returns the slab that [`open_disk`](Self::open_disk) has opened.
+    pub fn disk(&self) -> Option<&Slab> {
+        self.runner.tier.as_ref().map(|tier| tier.slab.as_ref())
     }
 
     /// Returns the memory that holds this engine's chunks, so that other engines can pull them.

@@ -118,6 +118,9 @@ pub enum Error {
     /// An error from `kvchunk`.
     #[error(transparent)]
     Chunk(#[from] kvchunk::Error),
+    /// An error from the tier on a disk.
+    #[error(transparent)]
+    Tier(#[from] kvtier::Error),
     /// An error from `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),

@@ -30,6 +30,7 @@ use crate::prompt::ChunkedPrompt;
 use crate::ranks::{RankAgreement, RankLookup};
 use crate::recompute::ChunkSpan;
 use crate::replica::{ReplicaLink, ReplicaLookup};
+use crate::tier::{TierLink, TierLookup, TierSaving};
 
 mod assembled;
 mod lookup;
@@ -66,6 +67,9 @@ pub struct Assembler<'a> {
     /// wait for this request. A local hit takes precedence over a hit in a replica, even if the local hit is
     /// approximate. If [`ranks`](Self::ranks) is set, replicas are not asked.
     pub replicas: Option<&'a ReplicaLink>,
+    /// The disk from which missing pieces are loaded, after replicas have been asked. If
+    /// [`ranks`](Self::ranks) is set, the disk is not used.
+    pub tier: Option<&'a TierLink>,
 }
 
 /// The report on one chunk of a prompt.
@@ -198,6 +202,8 @@ pub struct Assembly {
     /// The pieces that this prompt has reserved or computed itself, in case the prompt contains them again.
     own: HashMap<BlockKey, OwnPiece>,
     reserved: Vec<ChunkReservation>,
+    /// The disk to which the computed pieces are saved.
+    saving: Option<TierSaving>,
     private: Vec<MutableBlocks>,
     /// The parts that other requests are computing: pieces, or only the system prompt.
     waiting: Vec<(BlockKey, ChunkWaiter)>,
@@ -213,15 +219,25 @@ pub struct Assembly {
 }
 
 impl Assembler<'_> {
+    /// Returns the disk to which computed pieces are saved, with the cache that will contain them.
+    fn saving(&self) -> Option<TierSaving> {
+        let (link, cache) = self.tier.zip(self.chunks).filter(|_| self.ranks.is_none())?;
+        Some(TierSaving { link: link.clone(), cache: cache.clone() })
+    }
+
     /// Returns the lookup that matches this assembler's settings.
     fn lookup(&self) -> Box<dyn PromptLookup + '_> {
         let TenantKeys { id: tenant, root } = self.tenant;
         let system_root = self.prefixes.then_some(root);
         let local = LocalLookup { chunks: self.chunks, tenant, main: &self.main, system_root };
-        match (self.ranks, self.replicas) {
-            (Some(ranks), _) => Box::new(RankLookup { local, ranks }),
+        let above: Box<dyn PromptLookup> = match (self.ranks, self.replicas) {
+            (Some(ranks), _) => return Box::new(RankLookup { local, ranks }),
             (None, Some(link)) => Box::new(ReplicaLookup { local, link }),
             (None, None) => Box::new(local),
+        };
+        match self.tier {
+            Some(link) => Box::new(TierLookup { above, link }),
+            None => above,
         }
     }
 
@@ -269,6 +285,7 @@ impl Assembler<'_> {
             system_len: prompt.system().len(),
             own: HashMap::new(),
             reserved: Vec::new(),
+            saving: self.saving(),
             private: Vec::new(),
             waiting: Vec::new(),
             waited: Duration::ZERO,
@@ -424,6 +441,9 @@ impl Assembly {
         // find the pieces too.
         let landing = [self.system.store()?, self.decoys.store()?];
         let stored: Vec<PieceHold> = self.reserved.drain(..).map(ChunkReservation::store).collect();
+        if let Some(saving) = &self.saving {
+            saving.save(&stored)?;
+        }
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
         for piece in pieces.chain(self.own.values_mut().map(|own| &mut own.piece)) {
             if let PieceSource::Reserved(i) = piece.source {

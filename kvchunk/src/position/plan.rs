@@ -223,10 +223,7 @@ mod tests {
         let cell = ReuseCell { mode: ComputeMode::Behind(2), strategy: PositionStrategy::Sequential };
         let plan = PositionPlan::new(&prompt, cell, 19).unwrap();
         assert_eq!((plan.question_position + 2, plan.end), (18, 3 + 8 + 8));
-        assert_eq!(
-            PositionPlan::new(&prompt, cell, 18),
-            Err(Error::TooLong { largest: 18, limit: 18 })
-        );
+        assert_eq!(PositionPlan::new(&prompt, cell, 18), Err(Error::TooLong { largest: 18, limit: 18 }));
     }
 
     #[test]

@@ -48,7 +48,7 @@ pub(super) fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<Parce
 
 impl ReplicaDevice {
     /// Returns the arena's shape with its number of blocks changed to `num_blocks`.
-    pub(super) fn shape_of(&self, num_blocks: usize) -> KvShape {
+    pub(crate) fn shape_of(&self, num_blocks: usize) -> KvShape {
         KvShape { num_blocks, ..self.arena.layout().shape().clone() }
     }
 
@@ -90,7 +90,7 @@ impl ReplicaDevice {
     }
 
     /// Fills the reserved blocks with `contents`, and waits for the stream.
-    pub(super) fn write(&self, reservation: &ChunkReservation, contents: &[Vec<u8>]) -> Result<()> {
+    pub(crate) fn write(&self, reservation: &ChunkReservation, contents: &[Vec<u8>]) -> Result<()> {
         let blocks = reservation.block_ids().len();
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks)?;
         let targets = buffers(&self.arena, &staged);

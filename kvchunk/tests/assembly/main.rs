@@ -61,6 +61,7 @@ impl World {
             reindexer: &self.reindexer,
             ranks: None,
             replicas: None,
+            tier: None,
         }
     }
 

@@ -198,6 +198,7 @@ fn a_rank_wakes_no_piece_into_a_pool_that_sleeps() {
         reindexer: &reindexer,
         ranks: Some(&rank),
         replicas: None,
+        tier: None,
     };
     let prompt = ChunkedPrompt::new(vec![1; 5], vec![vec![2; 8]], vec![3]).unwrap();
     let hits = || assembler.assemble(&prompt).unwrap().commit().unwrap().reports()[0].hit;

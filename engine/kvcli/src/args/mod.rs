@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 mod asking;
 mod bench;
+mod disk;
 mod eval;
 mod prompt;
 mod sampling;
@@ -14,6 +15,7 @@ mod way;
 
 pub(crate) use asking::{AskingArgs, EngineArgs};
 pub(crate) use bench::{BenchArgs, BenchKind, MeasuredArgs, RagArgs, ServeArgs};
+pub(crate) use disk::DiskArgs;
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;
 pub(crate) use sampling::SamplingArgs;
@@ -129,7 +131,9 @@ Examples:
     cat prompt.txt | kvc run --model ./model --json -
 
 With --chunk-sleep, all documents are put to sleep after each --warm prompt, and a prompt wakes the documents that it
-contains.")]
+contains. With --disk, documents are found again when the program is started again:
+
+    kvc run --disk ./kv --document a.txt --document b.txt -p 'alba ?'")]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin", "messages"]))]
 pub(crate) struct RunArgs {
     /// GGUF file, or Hugging Face directory with config.json, safetensors and tokenizer.json. Default: the
@@ -142,6 +146,9 @@ pub(crate) struct RunArgs {
 
     #[command(flatten)]
     pub(crate) sleep: SleepArgs,
+
+    #[command(flatten)]
+    pub(crate) disk: DiskArgs,
 
     #[command(flatten)]
     pub(crate) way: WayArgs,

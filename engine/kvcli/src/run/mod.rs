@@ -15,7 +15,7 @@ use crate::backend::OpenedBackend;
 use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::LiveAnswer;
-use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, json, ms};
+use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, disk_line, json, ms};
 use crate::{backend, decoys, load};
 use prompts::RunPrompts;
 pub(crate) use prompts::document;
@@ -62,6 +62,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let decoys: Arc<[Vec<u32>]> =
         decoys.iter().map(|text| codec.encode(text, false)).collect::<kvmodel::Result<_>>()?;
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
+    args.disk.open(&mut engine)?;
     for earlier in prompts.warm(&codec) {
         let request = request(args, &way, &engine, earlier?.with_decoys(Arc::clone(&decoys))?);
         engine.generate(&request, &mut LiveAnswer::new(&codec, &[], false)?)?;
@@ -183,6 +184,9 @@ fn show(
     }
     if let Some(sleep) = sleep {
         eprintln!("{sleep}");
+    }
+    if let Some(disk) = engine.disk() {
+        eprintln!("{}", disk_line(&disk.usage()));
     }
     if args.profile {
         eprint!("{}", engine.profiler().report());

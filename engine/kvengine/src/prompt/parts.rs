@@ -426,8 +426,9 @@ fn assembler<'a>(
 ) -> Result<Assembler<'a>> {
     let main = runner.caches.paged_cache()?.kv_pool().clone();
     let chunks = runner.caches.chunks().filter(|cache| request.reuse && cache.config().enabled);
-    let (prefixes, cell, replicas) = (request.reuse, request.cell, runner.replicas.as_ref());
-    Ok(Assembler { chunks, tenant, main, prefixes, cell, reindexer, ranks: None, replicas })
+    let (prefixes, cell) = (request.reuse, request.cell);
+    let (replicas, tier) = (runner.replicas.as_ref(), runner.tier.as_ref());
+    Ok(Assembler { chunks, tenant, main, prefixes, cell, reindexer, ranks: None, replicas, tier })
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvchunk::{ReplicaDevice, ReplicaLink, TenantKeys};
+use kvchunk::{ReplicaDevice, ReplicaLink, TenantKeys, TierLink};
 use kvcore::{
     Backend, BlockKey, Clock, CopyBlocks, GraphCounts, KeyForm, KeyScope, LayerRopes, PromptKeys, StepBatch,
     Stream, WritePairs,
@@ -50,6 +50,8 @@ pub(crate) struct Runner {
     pub(crate) profiler: Profiler,
     /// The link to other engines with the same model.
     pub(crate) replicas: Option<ReplicaLink>,
+    /// The disk below the chunk cache.
+    pub(crate) tier: Option<TierLink>,
     /// Everything that each key covers, except a request's rotary embeddings.
     scope: KeyScope,
     decode_memory: DecodeMemory,
@@ -106,6 +108,7 @@ impl Runner {
             decode_memory: DecodeMemory::new(setup.graphs),
             pass_memory: PassMemory::default(),
             replicas: None,
+            tier: None,
             model,
             setup,
             caches,
@@ -146,6 +149,11 @@ impl Runner {
             (Some(tag), Some(cache)) => Ok(cache.tenant_keys(Some(tag), &root)?),
             (Some(tag), None) => Err(kvchunk::Error::UnknownTenant(tag.to_owned()).into()),
         }
+    }
+
+    /// Returns the key of everything that each key of this engine covers, except a request's rotary embeddings.
+    pub(crate) fn scope(&self) -> BlockKey {
+        self.scope.clone().root()
     }
 
     /// Returns the maximum number of positions per request.

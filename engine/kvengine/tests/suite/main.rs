@@ -13,6 +13,7 @@ mod common;
 mod crowd;
 mod decoys;
 mod devices;
+mod disk;
 mod drafts;
 mod endings;
 mod engine;

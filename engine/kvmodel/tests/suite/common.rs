@@ -279,6 +279,7 @@ impl Lab {
             reindexer,
             ranks: None,
             replicas: None,
+            tier: None,
         }
     }
 

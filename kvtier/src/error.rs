@@ -1,0 +1,56 @@
+//! Errors of the tiers below device memory.
+
+use std::path::PathBuf;
+
+/// The result of an operation on a tier.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// The reason why a tier cannot be opened or used. A record that is missing or damaged is not an error; see
+/// [`Missed`](crate::Missed).
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The path is not a folder.
+    #[error("{path} is not a folder; name a folder that kvtier may fill")]
+    NotAFolder {
+        /// The path.
+        path: PathBuf,
+    },
+    /// Another process has opened the folder.
+    #[error(
+        "{path} is in use by another process; give each process its own folder, or stop the other process"
+    )]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The limit is too small for the file's own tables and one record.
+    #[error("a limit of {limit} bytes is too small for a disk tier; use at least {least} bytes")]
+    LimitTooSmall {
+        /// The limit.
+        limit: u64,
+        /// The smallest limit.
+        least: u64,
+    },
+    /// The file system refused an operation.
+    #[error("{what} {path}: {source}")]
+    File {
+        /// The operation, as in `cannot create`.
+        what: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
+}
+
+impl Error {
+    /// Returns a function that adds the operation and the path to an error of the system.
+    pub(crate) fn at(
+        what: &'static str,
+        path: &std::path::Path,
+    ) -> impl FnOnce(std::io::Error) -> Self + use<> {
+        let path = path.to_owned();
+        move |source| Self::File { what, path, source }
+    }
+}

@@ -1,0 +1,162 @@
+//! Positioned reads and writes of whole pages, many at a time.
+//!
+//! Callers hand their memory over with each request and get it back when the request ends. A caller that stops
+//! waiting therefore never frees memory that the kernel may still write.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use bytemuck::{Pod, Zeroable};
+use parking_lot::{Condvar, Mutex};
+
+mod file;
+
+pub use file::FileIo;
+
+/// The number of bytes per page. Offsets, lengths and addresses of direct I/O are multiples of it.
+pub const PAGE: usize = 4096;
+
+/// One page, aligned for direct I/O.
+#[derive(Clone, Copy, Pod, Zeroable)]
+#[repr(C, align(4096))]
+struct Page([u8; PAGE]);
+
+/// Aligned memory of whole pages.
+#[derive(Clone)]
+pub struct Pages(Vec<Page>);
+
+impl Pages {
+    /// Allocates `count` pages of zeros.
+    pub fn new(count: usize) -> Self {
+        Self(vec![Page::zeroed(); count])
+    }
+
+    /// Returns the bytes.
+    pub fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.0)
+    }
+
+    /// Returns the bytes, to be filled.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        bytemuck::cast_slice_mut(&mut self.0)
+    }
+}
+
+impl fmt::Debug for Pages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} pages", self.0.len())
+    }
+}
+
+/// The direction of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the disk to memory.
+    Read,
+    /// From memory to the disk.
+    Write,
+}
+
+/// A read or a write of whole pages.
+#[derive(Debug)]
+pub struct IoRequest {
+    /// Whether to read or to write.
+    pub direction: Direction,
+    /// The offset in the file, a multiple of [`PAGE`].
+    pub offset: u64,
+    /// The memory.
+    pub pages: Pages,
+}
+
+/// The end of a request: its index in the call, its memory, and how it went.
+#[derive(Debug)]
+pub struct IoEnd {
+    /// The index of the request in its call.
+    pub index: usize,
+    /// The memory. After a failed read, its contents are undefined.
+    pub pages: Pages,
+    /// The system's error, or [`io::ErrorKind::UnexpectedEof`] for a short read or write.
+    pub result: io::Result<()>,
+}
+
+/// Called once for each request when it ends, on any thread.
+pub type OnEnd = Arc<dyn Fn(IoEnd) + Send + Sync>;
+
+/// A file of fixed size that reads and writes pages at any offset, with several requests under way.
+pub trait DiskIo: fmt::Debug + Send + Sync {
+    /// Starts requests and returns without waiting for them. Requests of one call may run in any order.
+    fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd);
+
+    /// Returns the size of the file in bytes.
+    ///
+    /// # Errors
+    /// Returns the system's error.
+    fn size(&self) -> io::Result<u64>;
+
+    /// Changes the size of the file, and reserves room on the disk where the file system can.
+    ///
+    /// # Errors
+    /// Returns the system's error, as on a full disk.
+    fn resize(&self, bytes: u64) -> io::Result<()>;
+
+    /// Waits until everything that was written before this call survives a loss of power.
+    ///
+    /// # Errors
+    /// Returns the system's error.
+    fn sync(&self) -> io::Result<()>;
+}
+
+/// The reason why [`run`] returned no memory.
+#[derive(Debug)]
+pub(crate) enum RunFault {
+    /// A request failed.
+    Failed(io::Error),
+    /// The requests had not ended at the deadline. They go on with their own memory.
+    Late,
+}
+
+/// Runs requests together, and waits for them until `deadline`, or without a limit.
+pub(crate) fn run(
+    io: &dyn DiskIo,
+    requests: Vec<IoRequest>,
+    deadline: Option<Instant>,
+) -> Result<Vec<Pages>, RunFault> {
+    struct Ends {
+        memory: Vec<Option<Pages>>,
+        left: usize,
+        failed: Option<io::Error>,
+    }
+    let count = requests.len();
+    let ends = Ends { memory: (0..count).map(|_| None).collect(), left: count, failed: None };
+    let ends = Arc::new((Mutex::new(ends), Condvar::new()));
+    let shared = Arc::clone(&ends);
+    io.start(
+        requests,
+        Arc::new(move |end: IoEnd| {
+            let mut ends = shared.0.lock();
+            ends.memory[end.index] = Some(end.pages);
+            ends.failed = ends.failed.take().or_else(|| end.result.err());
+            ends.left -= 1;
+            if ends.left == 0 {
+                shared.1.notify_all();
+            }
+        }),
+    );
+    let mut all = ends.0.lock();
+    while all.left > 0 {
+        match deadline {
+            None => ends.1.wait(&mut all),
+            Some(deadline) => {
+                if ends.1.wait_until(&mut all, deadline).timed_out() && all.left > 0 {
+                    return Err(RunFault::Late);
+                }
+            }
+        }
+    }
+    match all.failed.take() {
+        Some(error) => Err(RunFault::Failed(error)),
+        None => Ok(all.memory.drain(..).flatten().collect()),
+    }
+}

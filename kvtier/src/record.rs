@@ -1,0 +1,274 @@
+//! The record of a piece: its contents, and everything that must match before they are used.
+//!
+//! A record is the same on every carrier. On a disk, its first page is a header:
+//!
+//! ```text
+//!   page 0     magic, version, sequence number, key, scope, stored start, lengths, digest, places, checksum
+//!   page 1…    the label, the tokens and the buffers, one after another; the last page is filled with zeros
+//! ```
+//!
+//! All numbers are little-endian. The checksum covers the header, and the digest covers everything after it.
+
+use std::sync::Arc;
+
+use kvcore::BlockKey;
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use crate::io::PAGE;
+
+/// The identity of a record: a reader names it, and a record with another identity is never used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RecordId {
+    /// The key, which covers everything that the contents depend on.
+    pub key: BlockKey,
+    /// The tokens.
+    pub tokens: Arc<[u32]>,
+    /// The position that the first key was rotated to.
+    pub stored_start: i64,
+    /// The layout of the buffers in words, such as the shape, the format and the form of keys. A record with
+    /// another label is never read as this one's.
+    pub label: Arc<str>,
+}
+
+/// The contents of a piece, with its identity.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Record {
+    /// The identity.
+    pub id: RecordId,
+    /// The buffers: K and V, each followed by its scales if there are any.
+    pub buffers: Vec<Vec<u8>>,
+}
+
+impl Record {
+    /// Returns the number of bytes that follow the header.
+    pub(crate) fn payload_len(&self) -> usize {
+        let RecordId { tokens, label, .. } = &self.id;
+        label.len() + 4 * tokens.len() + self.buffers.iter().map(Vec::len).sum::<usize>()
+    }
+
+    /// Writes the payload to pieces of memory, one after another, and fills the rest of them with zeros.
+    /// Returns its digest.
+    pub(crate) fn write_payload<'a>(&self, to: impl Iterator<Item = &'a mut [u8]>) -> u64 {
+        let mut digest = Xxh3::new();
+        let mut out = Scattered::new(to);
+        out.put(self.id.label.as_bytes(), &mut digest);
+        for tokens in self.id.tokens.chunks(1024) {
+            let mut bytes = [0; 4096];
+            for (slot, token) in bytes.chunks_exact_mut(4).zip(tokens) {
+                slot.copy_from_slice(&token.to_le_bytes());
+            }
+            out.put(&bytes[..4 * tokens.len()], &mut digest);
+        }
+        for buffer in &self.buffers {
+            out.put(buffer, &mut digest);
+        }
+        out.fill();
+        digest.digest()
+    }
+}
+
+/// Memory in pieces, filled from the start.
+struct Scattered<'a, I> {
+    rest: I,
+    now: &'a mut [u8],
+}
+
+impl<'a, I: Iterator<Item = &'a mut [u8]>> Scattered<'a, I> {
+    fn new(mut rest: I) -> Self {
+        let now = rest.next().unwrap_or_default();
+        Self { rest, now }
+    }
+
+    fn put(&mut self, mut bytes: &[u8], digest: &mut Xxh3) {
+        digest.update(bytes);
+        while !bytes.is_empty() {
+            if self.now.is_empty() {
+                self.now = self.rest.next().unwrap_or_default();
+            }
+            let count = bytes.len().min(self.now.len());
+            let (head, tail) = std::mem::take(&mut self.now).split_at_mut(count);
+            head.copy_from_slice(&bytes[..count]);
+            (self.now, bytes) = (tail, &bytes[count..]);
+        }
+    }
+
+    fn fill(self) {
+        self.now.fill(0);
+        self.rest.for_each(|piece| piece.fill(0));
+    }
+}
+
+/// The first bytes of every header.
+const MAGIC: [u8; 8] = *b"KVRECORD";
+
+/// The version of the header and of the payload. A record of another version is never read.
+const VERSION: u32 = 1;
+
+/// The length of the fields in front of the lists.
+const FIXED: usize = 136;
+
+/// The decoded header of a record on a disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Header {
+    /// The number of this write. A larger number is a later write.
+    pub(crate) sequence: u64,
+    pub(crate) key: BlockKey,
+    /// The key of the model, tokenizer and format that wrote the record.
+    pub(crate) scope: BlockKey,
+    pub(crate) stored_start: i64,
+    pub(crate) tokens: usize,
+    pub(crate) label: usize,
+    /// The lengths of the buffers.
+    pub(crate) buffers: Vec<usize>,
+    /// The digest of the payload.
+    pub(crate) digest: u64,
+    /// The cells of the record in order; the first one starts with this header.
+    pub(crate) runs: Vec<CellRun>,
+}
+
+/// Cells that follow one another in the file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CellRun {
+    pub(crate) start: u32,
+    pub(crate) count: u32,
+}
+
+impl Header {
+    /// The number of buffers and runs that a header can list.
+    pub(crate) const MOST_LISTED: usize = (PAGE - FIXED - 8) / 8;
+
+    /// Writes the header to a page.
+    pub(crate) fn write(&self, page: &mut [u8]) {
+        page.fill(0);
+        let mut at = 0;
+        let mut put = |bytes: &[u8]| {
+            page[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+        };
+        put(&MAGIC);
+        put(&VERSION.to_le_bytes());
+        put(&(self.label as u32).to_le_bytes());
+        put(&self.sequence.to_le_bytes());
+        put(self.key.as_bytes());
+        put(self.scope.as_bytes());
+        put(&self.stored_start.to_le_bytes());
+        put(&(self.tokens as u64).to_le_bytes());
+        put(&self.digest.to_le_bytes());
+        put(&(self.buffers.len() as u32).to_le_bytes());
+        put(&(self.runs.len() as u32).to_le_bytes());
+        put(&[0; 16]);
+        for &buffer in &self.buffers {
+            put(&(buffer as u64).to_le_bytes());
+        }
+        for run in &self.runs {
+            put(&run.start.to_le_bytes());
+            put(&run.count.to_le_bytes());
+        }
+        let checksum = xxh3_64(&page[..PAGE - 8]);
+        page[PAGE - 8..].copy_from_slice(&checksum.to_le_bytes());
+    }
+
+    /// Reads a header, or returns `None` if the page is not one of this version or is damaged.
+    pub(crate) fn read(page: &[u8]) -> Option<Self> {
+        let (body, checksum) = page.get(..PAGE)?.split_at(PAGE - 8);
+        if body[..8] != MAGIC || checksum != xxh3_64(body).to_le_bytes() {
+            return None;
+        }
+        let mut at = 8;
+        let mut take = |len: usize| {
+            let bytes = body.get(at..at + len);
+            at += len;
+            bytes
+        };
+        let word = |bytes: &[u8]| bytes.try_into().map(u64::from_le_bytes).ok();
+        let half = |bytes: &[u8]| bytes.try_into().map(u32::from_le_bytes).ok();
+        if half(take(4)?)? != VERSION {
+            return None;
+        }
+        let label = half(take(4)?)? as usize;
+        let sequence = word(take(8)?)?;
+        let key = BlockKey::from_bytes(take(32)?.try_into().ok()?);
+        let scope = BlockKey::from_bytes(take(32)?.try_into().ok()?);
+        let stored_start = word(take(8)?)? as i64;
+        let tokens = word(take(8)?)? as usize;
+        let digest = word(take(8)?)?;
+        let buffers = half(take(4)?)? as usize;
+        let runs = half(take(4)?)? as usize;
+        take(16)?;
+        if buffers.checked_add(runs)? > Self::MOST_LISTED {
+            return None;
+        }
+        let buffers = (0..buffers).map(|_| Some(word(take(8)?)? as usize)).collect::<Option<Vec<_>>>()?;
+        let run = |_| Some(CellRun { start: half(take(4)?)?, count: half(take(4)?)? });
+        let runs = (0..runs).map(run).collect::<Option<Vec<_>>>()?;
+        Some(Self { sequence, key, scope, stored_start, tokens, label, buffers, digest, runs })
+    }
+
+    /// Returns the number of bytes that follow the header, or `None` if the lengths are absurd.
+    pub(crate) fn payload_len(&self) -> Option<usize> {
+        let fixed = self.tokens.checked_mul(4)?.checked_add(self.label)?;
+        self.buffers.iter().try_fold(fixed, |sum, &len| sum.checked_add(len))
+    }
+
+    /// Reads the payload from pieces of memory. Returns the buffers if the digest matches and the payload has
+    /// the identity `id`.
+    pub(crate) fn read_payload<'a>(
+        &self,
+        id: &RecordId,
+        from: impl Iterator<Item = &'a [u8]>,
+    ) -> Result<Vec<Vec<u8>>, PayloadFault> {
+        let mut digest = Xxh3::new();
+        let mut source = Gathered { rest: from, now: &[] };
+        let mut next = |len: usize| {
+            let bytes = source.take(len)?;
+            digest.update(&bytes);
+            Some(bytes)
+        };
+        let mut read = || {
+            let label = next(self.label)?;
+            let tokens = next(self.tokens.checked_mul(4)?)?;
+            let buffers = self.buffers.iter().map(|&len| next(len)).collect::<Option<Vec<_>>>()?;
+            Some((label, tokens, buffers))
+        };
+        let (label, tokens, buffers) = read().ok_or(PayloadFault::Damaged)?;
+        if digest.digest() != self.digest {
+            return Err(PayloadFault::Damaged);
+        }
+        let same_tokens = tokens.len() == 4 * id.tokens.len()
+            && tokens.chunks_exact(4).zip(&*id.tokens).all(|(bytes, token)| bytes == token.to_le_bytes());
+        let same = self.key == id.key && self.stored_start == id.stored_start && label == id.label.as_bytes();
+        if same && same_tokens { Ok(buffers) } else { Err(PayloadFault::Differs) }
+    }
+}
+
+/// The reason why a payload is not used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PayloadFault {
+    /// The bytes are not those that were written.
+    Damaged,
+    /// It is another record's payload.
+    Differs,
+}
+
+/// Memory in pieces, read from the start.
+struct Gathered<'a, I> {
+    rest: I,
+    now: &'a [u8],
+}
+
+impl<'a, I: Iterator<Item = &'a [u8]>> Gathered<'a, I> {
+    fn take(&mut self, len: usize) -> Option<Vec<u8>> {
+        let mut out = Vec::new();
+        // The length comes from the disk, so memory is only reserved for bytes that exist.
+        while out.len() < len {
+            if self.now.is_empty() {
+                self.now = self.rest.next()?;
+            }
+            let count = (len - out.len()).min(self.now.len());
+            let (head, tail) = self.now.split_at(count);
+            out.extend_from_slice(head);
+            self.now = tail;
+        }
+        Some(out)
+    }
+}

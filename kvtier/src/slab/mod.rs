@@ -1,0 +1,290 @@
+//! A file of fixed size in which records survive the process.
+//!
+//! ```text
+//!   store ──► queue ──► one thread: cells ─ payloads ─ headers ─ sync ──► found
+//!   load  ──► cells ─ read, many requests at once ─ compare key, tokens, digest ──► buffers
+//! ```
+//!
+//! - **Nothing wrong is served.** The digest of a record covers its payload, and a load compares the key, the
+//!   tokens and the label. Whatever does not match is a miss.
+//! - **The limit holds at every instant**, because the file has its full size from the start.
+//! - **A crash loses only what was not synced.** A [checkpoint](table) lists the records and the cells that may
+//!   be written after it. After a crash, only the headers of these cells are read.
+//! - **Callers do not wait for the disk** unless they load. Stores are queued, and dropped if the queue is full.
+
+use std::collections::{HashSet, VecDeque};
+use std::fmt;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvcore::BlockKey;
+use parking_lot::{Condvar, Mutex};
+use rustix::fs::FlockOperation;
+
+mod cells;
+mod geometry;
+mod load;
+mod open;
+mod state;
+mod table;
+mod usage;
+mod write;
+
+use geometry::Geometry;
+pub use load::{Found, Missed};
+use state::SlabState;
+use usage::Counts;
+pub use usage::SlabUsage;
+
+use crate::error::{Error, Result};
+use crate::io::{DiskIo, FileIo};
+use crate::record::{Header, Record};
+
+/// The settings of a slab.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlabConfig {
+    /// The largest size of the file in bytes.
+    pub limit: u64,
+    /// The number of bytes per cell, rounded up to whole pages. A record uses whole cells.
+    pub cell_bytes: usize,
+    /// The number of bytes that may wait to be written. Further records are dropped.
+    pub queue_bytes: usize,
+}
+
+impl Default for SlabConfig {
+    /// Returns the default settings: 10 GiB, cells of 64 KiB, and a queue of 256 MiB.
+    fn default() -> Self {
+        Self { limit: 10 << 30, cell_bytes: 64 << 10, queue_bytes: 256 << 20 }
+    }
+}
+
+/// What became of a record that was given to [`Slab::store`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stored {
+    /// The record will be written.
+    Queued,
+    /// A record with this key is stored already, or waits to be written.
+    Known,
+    /// The record was dropped, because the queue is full or the record is larger than the slab allows.
+    Dropped,
+}
+
+/// A file of records. See the [module documentation](self).
+///
+/// # Drop behaviour
+/// Writes the records that are waiting, and a last checkpoint.
+pub struct Slab {
+    shared: Arc<Shared>,
+    writer: Option<JoinHandle<()>>,
+    /// Locks the folder for this process.
+    _lock: Option<fs::File>,
+}
+
+/// The state that the slab shares with its writing thread.
+struct Shared {
+    io: Box<dyn DiskIo>,
+    geometry: Geometry,
+    config: SlabConfig,
+    scope: BlockKey,
+    state: Mutex<SlabState>,
+    queue: Mutex<Queue>,
+    queue_changed: Condvar,
+    counts: Mutex<Counts>,
+}
+
+/// Records that wait to be written.
+#[derive(Default)]
+struct Queue {
+    records: VecDeque<Record>,
+    /// The keys of the records that wait or are being written.
+    keys: HashSet<BlockKey>,
+    bytes: usize,
+    closed: bool,
+}
+
+/// The number of records that are synced together.
+const BATCH: usize = 16;
+
+impl Slab {
+    /// The name of the file in the slab's folder.
+    pub const FILE: &str = "records.kvslab";
+
+    /// Opens or creates the slab in `folder`. `scope` is the key of the model, tokenizer and format of this
+    /// process: records of other scopes count towards the limit, and leave first.
+    ///
+    /// If the file is of another version, larger than the limit, or so much smaller that it cannot grow to half
+    /// of it, its records are given up, and the file is created anew.
+    ///
+    /// # Errors
+    /// - Returns [`Error::NotAFolder`] if the path is a file.
+    /// - Returns [`Error::InUse`] if another process has opened the folder.
+    /// - Returns [`Error::LimitTooSmall`] if the limit is too small for a few records.
+    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder.
+    pub fn open(folder: &Path, scope: BlockKey, config: SlabConfig) -> Result<Self> {
+        if folder.exists() && !folder.is_dir() {
+            return Err(Error::NotAFolder { path: folder.to_owned() });
+        }
+        fs::create_dir_all(folder).map_err(Error::at("cannot create the folder", folder))?;
+        let lock = lock(folder)?;
+        let path = folder.join(Self::FILE);
+        let io = FileIo::open(&path).map_err(Error::at("cannot open", &path))?;
+        Self::over(Box::new(io), &path, scope, config, Some(lock))
+    }
+
+    /// Opens or creates a slab in an open file, as [`open`](Self::open) does. Errors contain `path`. `lock` is
+    /// closed after the slab.
+    ///
+    /// # Errors
+    /// Returns the errors of [`open`](Self::open) but [`Error::NotAFolder`] and [`Error::InUse`].
+    pub fn over(
+        io: Box<dyn DiskIo>,
+        path: &Path,
+        scope: BlockKey,
+        config: SlabConfig,
+        lock: Option<fs::File>,
+    ) -> Result<Self> {
+        let wanted = Geometry::within(config.limit, config.cell_bytes)?;
+        let known = open::geometry(io.as_ref()).map_err(Error::at("cannot read", path))?;
+        let size = io.size().map_err(Error::at("cannot read", path))?;
+        // A file that was cut short has lost cells, so it is created anew.
+        let known = known.filter(|known| known.file_bytes() <= size);
+        // Tables have room for a few times the first size. A file that is still much smaller than its limit is
+        // not worth keeping.
+        let kept = known.and_then(|known| known.grown(config.limit));
+        let kept = kept.filter(|kept| 2 * kept.file_bytes() >= wanted.file_bytes());
+        let geometry = kept.unwrap_or(wanted);
+        let emptied = if kept.is_some() { Ok(()) } else { io.resize(0) };
+        let resized = emptied.and_then(|()| io.resize(geometry.file_bytes()));
+        resized.map_err(Error::at("cannot reserve the disk tier's limit in", path))?;
+        let prepare = if kept.is_none() { open::format } else { open::superblock };
+        prepare(io.as_ref(), geometry).map_err(Error::at("cannot write", path))?;
+        let mut state = open::restore(io.as_ref(), geometry).map_err(Error::at("cannot read", path))?;
+        state.prefer(&scope);
+        let shared = Arc::new(Shared {
+            io,
+            geometry,
+            config,
+            scope,
+            state: Mutex::new(state),
+            queue: Mutex::default(),
+            queue_changed: Condvar::new(),
+            counts: Mutex::default(),
+        });
+        let writing = Arc::clone(&shared);
+        let writer = std::thread::Builder::new()
+            .name("kvtier-writer".to_owned())
+            .spawn(move || writing.write_batches())
+            .map_err(Error::at("cannot start the thread that writes", path))?;
+        Ok(Self { shared, writer: Some(writer), _lock: lock })
+    }
+
+    /// Queues a record to be written, without waiting for the disk.
+    pub fn store(&self, record: Record) -> Stored {
+        let shared = &*self.shared;
+        let (key, bytes) = (record.id.key, record.payload_len());
+        if shared.state.lock().contains(&key) {
+            return Stored::Known;
+        }
+        let fits = shared.geometry.cells_for(bytes) <= shared.geometry.cells / 2
+            && record.buffers.len() <= Header::MOST_LISTED / 2;
+        let mut queue = shared.queue.lock();
+        if queue.keys.contains(&key) {
+            return Stored::Known;
+        }
+        if !fits || queue.closed || queue.bytes + bytes > shared.config.queue_bytes {
+            drop(queue);
+            shared.count(|counts| counts.stores_dropped += 1);
+            return Stored::Dropped;
+        }
+        queue.keys.insert(key);
+        queue.bytes += bytes;
+        queue.records.push_back(record);
+        drop(queue);
+        shared.queue_changed.notify_all();
+        Stored::Queued
+    }
+
+    /// Waits until everything that was stored before this call is on the disk or was dropped. Returns false if
+    /// `limit` has passed first.
+    pub fn flush(&self, limit: Duration) -> bool {
+        let deadline = Instant::now() + limit;
+        let mut queue = self.shared.queue.lock();
+        while !queue.keys.is_empty() {
+            if self.shared.queue_changed.wait_until(&mut queue, deadline).timed_out() {
+                return queue.keys.is_empty();
+            }
+        }
+        true
+    }
+
+    /// Returns whether a record with this key can be loaded.
+    pub fn contains(&self, key: &BlockKey) -> bool {
+        self.shared.state.lock().contains(key)
+    }
+
+    /// Checks that every cell has one owner. Returns a description of the first inconsistency as `Err`. Must
+    /// not be called while records are being written.
+    pub fn check_invariants(&self) -> std::result::Result<(), String> {
+        self.shared.state.lock().check()
+    }
+}
+
+impl Shared {
+    /// Waits for records, and returns a few of them. Returns `None` if the queue is closed and empty.
+    fn next_batch(&self) -> Option<Vec<Record>> {
+        let mut queue = self.queue.lock();
+        while queue.records.is_empty() {
+            if queue.closed {
+                return None;
+            }
+            self.queue_changed.wait(&mut queue);
+        }
+        let count = queue.records.len().min(BATCH);
+        Some(queue.records.drain(..count).collect())
+    }
+
+    /// Forgets records that have been written or dropped.
+    fn end_batch(&self, keys: &[BlockKey], bytes: usize) {
+        let mut queue = self.queue.lock();
+        for key in keys {
+            queue.keys.remove(key);
+        }
+        queue.bytes -= bytes;
+        drop(queue);
+        self.queue_changed.notify_all();
+    }
+
+    fn count(&self, change: impl FnOnce(&mut Counts)) {
+        change(&mut self.counts.lock());
+    }
+}
+
+/// Locks the folder for this process.
+fn lock(folder: &Path) -> Result<fs::File> {
+    let file = fs::File::open(folder).map_err(Error::at("cannot open the folder", folder))?;
+    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::InUse { path: folder.to_owned() }),
+        Err(error) => Err(Error::at("cannot lock", folder)(error.into())),
+    }
+}
+
+impl Drop for Slab {
+    fn drop(&mut self) {
+        self.shared.queue.lock().closed = true;
+        self.shared.queue_changed.notify_all();
+        if let Some(writer) = self.writer.take() {
+            // If the thread panicked, the checkpoint before is still valid.
+            let _ = writer.join();
+        }
+    }
+}
+
+impl fmt::Debug for Slab {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slab").field("usage", &self.usage()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,123 @@
+//! Opens a slab's file: reads the newest checkpoint, and finds the records that were written after it.
+
+use std::collections::HashSet;
+use std::io;
+
+use super::geometry::Geometry;
+use super::state::SlabState;
+use super::table::{Listed, Table};
+use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, RunFault, run};
+use crate::record::{CellRun, Header};
+
+/// The number of headers that are read at once.
+const HEADERS: usize = 256;
+
+/// Reads `count` pages.
+fn read(io: &dyn DiskIo, offset: u64, count: usize) -> io::Result<Pages> {
+    let request = IoRequest { direction: Direction::Read, offset, pages: Pages::new(count) };
+    Ok(all(run(io, vec![request], None))?.remove(0))
+}
+
+/// Writes pages.
+pub(super) fn write(io: &dyn DiskIo, offset: u64, pages: Pages) -> io::Result<()> {
+    let request = IoRequest { direction: Direction::Write, offset, pages };
+    all(run(io, vec![request], None)).map(drop)
+}
+
+/// Returns the memory of requests without a deadline.
+fn all(ended: Result<Vec<Pages>, RunFault>) -> io::Result<Vec<Pages>> {
+    ended.map_err(|fault| match fault {
+        RunFault::Failed(error) => error,
+        RunFault::Late => io::ErrorKind::TimedOut.into(),
+    })
+}
+
+/// Reads the superblock, or returns `None` if the file has none of this version.
+pub(super) fn geometry(io: &dyn DiskIo) -> io::Result<Option<Geometry>> {
+    match read(io, 0, 1) {
+        Ok(pages) => Ok(Geometry::read(pages.bytes())),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Writes the superblock, and erases both tables.
+pub(super) fn format(io: &dyn DiskIo, geometry: Geometry) -> io::Result<()> {
+    for table in [0, 1] {
+        write(io, geometry.table_offset(table), Pages::new(1))?;
+    }
+    superblock(io, geometry)
+}
+
+/// Writes the superblock.
+pub(super) fn superblock(io: &dyn DiskIo, geometry: Geometry) -> io::Result<()> {
+    let mut page = Pages::new(1);
+    geometry.write(page.bytes_mut());
+    write(io, 0, page)?;
+    io.sync()
+}
+
+/// Restores the state of a slab from its newest intact checkpoint and the headers that are newer.
+pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry) -> io::Result<SlabState> {
+    let mut newest = None::<Table>;
+    for table in [0, 1] {
+        let table = read_table(io, geometry, table)?;
+        newest = newest.into_iter().chain(table).max_by_key(|table| table.generation);
+    }
+    let table = newest.unwrap_or_default();
+    let (open, since) = (table.open.clone(), table.sequence);
+    let mut state = SlabState::restored(geometry, table);
+    let cells: HashSet<u32> = open.iter().copied().filter(|&run| geometry.has(run)).flat_map(each).collect();
+    let mut found = headers(io, geometry, &cells)?;
+    // Only what was written since the checkpoint can be in its open cells.
+    found.retain(|header| {
+        header.sequence > since
+            && header.runs.iter().copied().flat_map(each).all(|cell| cells.contains(&cell))
+    });
+    found.sort_by_key(|header| header.sequence);
+    for header in found {
+        if let Some(payload) = header.payload_len() {
+            let Header { key, scope, sequence, runs, .. } = header;
+            state.adopt(Listed { key, scope, sequence, payload, runs });
+        }
+    }
+    Ok(state)
+}
+
+/// Returns the cells of a run.
+fn each(run: CellRun) -> std::ops::Range<u32> {
+    run.start..run.start.saturating_add(run.count)
+}
+
+/// Reads one of the two tables, or returns `None` if it is not intact.
+fn read_table(io: &dyn DiskIo, geometry: Geometry, table: u64) -> io::Result<Option<Table>> {
+    let offset = geometry.table_offset(table);
+    let head = read(io, offset, 1)?;
+    let Some((len, _)) = Table::head(head.bytes()) else { return Ok(None) };
+    let count = len.div_ceil(PAGE);
+    if count > geometry.table_pages as usize {
+        return Ok(None);
+    }
+    Ok(Table::read(read(io, offset, count)?.bytes()))
+}
+
+/// Reads the first page of each cell, and returns the headers among them that start with their own cell.
+fn headers(io: &dyn DiskIo, geometry: Geometry, cells: &HashSet<u32>) -> io::Result<Vec<Header>> {
+    let mut cells: Vec<u32> = cells.iter().copied().collect();
+    cells.sort_unstable();
+    let mut found = Vec::new();
+    for some in cells.chunks(HEADERS) {
+        let request = |&cell: &u32| IoRequest {
+            direction: Direction::Read,
+            offset: geometry.cell_offset(cell),
+            pages: Pages::new(1),
+        };
+        let pages = all(run(io, some.iter().map(request).collect(), None))?;
+        let read = pages.iter().zip(some).filter_map(|(page, &cell)| {
+            Header::read(page.bytes())
+                .filter(|header| header.runs.first().is_some_and(|run| run.start == cell))
+        });
+        found.extend(read);
+    }
+    Ok(found)
+}

@@ -1,0 +1,71 @@
+//! What a slab contains, and what it has done.
+
+use serde::Serialize;
+
+use super::Slab;
+
+/// The contents of a slab, and what it has done since it was opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct SlabUsage {
+    /// The number of bytes in cells that contain records or are set aside.
+    pub bytes: u64,
+    /// The size of the file in bytes, which is at most the limit.
+    pub limit_bytes: u64,
+    /// The number of records.
+    pub records: usize,
+    /// Loads that returned a record.
+    pub hits: u64,
+    /// Loads that returned none, for any reason.
+    pub misses: u64,
+    /// Loads of a record with other tokens, another stored start or another label.
+    pub differs: u64,
+    /// Loads of a record whose bytes had changed.
+    pub damaged: u64,
+    /// Loads that ended at their deadline.
+    pub deadline_exceeded: u64,
+    /// Loads that the disk refused.
+    pub read_errors: u64,
+    /// Batches and checkpoints that the disk refused.
+    pub write_errors: u64,
+    /// Records that were not stored, because the queue was full or they did not fit.
+    pub stores_dropped: u64,
+    /// Records that were evicted.
+    pub evicted: u64,
+}
+
+/// What a slab has done.
+#[derive(Debug, Default)]
+pub(super) struct Counts {
+    pub(super) hits: u64,
+    pub(super) misses: u64,
+    pub(super) differs: u64,
+    pub(super) damaged: u64,
+    pub(super) deadline_exceeded: u64,
+    pub(super) read_errors: u64,
+    pub(super) write_errors: u64,
+    pub(super) stores_dropped: u64,
+}
+
+impl Slab {
+    /// Returns what the slab contains, and what it has done.
+    pub fn usage(&self) -> SlabUsage {
+        let state = self.shared.state.lock();
+        let ((records, cells), evicted) = (state.used(), state.evicted);
+        drop(state);
+        let counts = self.shared.counts.lock();
+        SlabUsage {
+            bytes: u64::from(cells) * self.shared.geometry.cell_bytes() as u64,
+            limit_bytes: self.shared.geometry.file_bytes(),
+            records,
+            hits: counts.hits,
+            misses: counts.misses,
+            differs: counts.differs,
+            damaged: counts.damaged,
+            deadline_exceeded: counts.deadline_exceeded,
+            read_errors: counts.read_errors,
+            write_errors: counts.write_errors,
+            stores_dropped: counts.stores_dropped,
+            evicted,
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! The thread that writes records.
+//!
+//! Records are written in batches: first all payloads, then all headers, then one sync. Only then are they
+//! found. If no cells are open, the thread evicts records and writes a checkpoint first.
+
+use std::io;
+use std::sync::Arc;
+
+use kvcore::BlockKey;
+
+use super::open::write;
+use super::{Shared, SlabState};
+use crate::io::{Direction, IoRequest, PAGE, Pages, run};
+use crate::record::{CellRun, Header, Record};
+
+/// The largest request in bytes.
+pub(super) const REQUEST: usize = 256 << 10;
+
+/// A record with its place.
+struct Placed {
+    record: Record,
+    runs: Vec<CellRun>,
+    sequence: u64,
+    digest: u64,
+}
+
+/// Returns the requests that cover the first `bytes` of a record's cells without its header, as offsets and
+/// page counts.
+pub(super) fn spans(shared: &Shared, runs: &[CellRun], payload: usize) -> Vec<(u64, usize)> {
+    let geometry = shared.geometry;
+    let mut left = payload.div_ceil(PAGE);
+    let mut spans = Vec::new();
+    for (index, run) in runs.iter().enumerate() {
+        let header = usize::from(index == 0);
+        let mut offset = geometry.cell_offset(run.start) + (header * PAGE) as u64;
+        let mut pages = (run.count as usize * geometry.cell_pages as usize - header).min(left);
+        left -= pages;
+        while pages > 0 {
+            let count = pages.min(REQUEST / PAGE);
+            spans.push((offset, count));
+            offset += (count * PAGE) as u64;
+            pages -= count;
+        }
+    }
+    spans
+}
+
+impl Shared {
+    /// Writes batches until the slab is closed and nothing is left to write.
+    pub(super) fn write_batches(self: Arc<Self>) {
+        while let Some(batch) = self.next_batch() {
+            let keys: Vec<BlockKey> = batch.iter().map(|record| record.id.key).collect();
+            let bytes = batch.iter().map(Record::payload_len).sum();
+            let mut placed = Vec::new();
+            for record in batch {
+                let runs = self.state.lock().take(record.payload_len());
+                let runs = runs.or_else(|| {
+                    // A checkpoint lists written records, and forgets the cells of others.
+                    self.write_batch(std::mem::take(&mut placed));
+                    self.open_cells(record.payload_len())
+                });
+                if let Some(runs) = runs {
+                    let mut state = self.state.lock();
+                    state.sequence += 1;
+                    placed.push(Placed { record, runs, sequence: state.sequence, digest: 0 });
+                }
+            }
+            self.write_batch(placed);
+            self.end_batch(&keys, bytes);
+        }
+        if self.checkpoint(0).is_err() {
+            self.count(|counts| counts.write_errors += 1);
+        }
+    }
+
+    /// Takes cells for a payload after a checkpoint has opened some. Returns `None` if there is no room, or if
+    /// the disk refuses the checkpoint.
+    fn open_cells(&self, payload: usize) -> Option<Vec<CellRun>> {
+        let room = self.state.lock().make_room(payload);
+        if room && self.checkpoint(payload).is_err() {
+            self.count(|counts| counts.write_errors += 1);
+            return None;
+        }
+        let runs = if room { self.state.lock().take(payload) } else { None };
+        if runs.is_none() {
+            self.count(|counts| counts.stores_dropped += 1);
+        }
+        runs
+    }
+
+    /// Writes the payloads, then the headers, and syncs. If that succeeds, the records are found.
+    fn write_batch(&self, mut batch: Vec<Placed>) {
+        if batch.is_empty() {
+            return;
+        }
+        let written = self.write_payloads(&mut batch).and_then(|()| self.write_headers(&batch));
+        let written = written.and_then(|()| self.io.sync());
+        let mut state = self.state.lock();
+        for Placed { record, runs, sequence, .. } in batch {
+            if written.is_ok() {
+                state.insert(record.id.key, self.scope, sequence, record.payload_len(), runs);
+            } else {
+                state.give_back(runs);
+            }
+        }
+        drop(state);
+        if written.is_err() {
+            self.count(|counts| counts.write_errors += 1);
+        }
+    }
+
+    fn write_payloads(&self, batch: &mut [Placed]) -> io::Result<()> {
+        let mut requests = Vec::new();
+        for Placed { record, runs, digest, .. } in batch {
+            let spans = spans(self, runs, record.payload_len());
+            let mut pages: Vec<Pages> = spans.iter().map(|&(_, count)| Pages::new(count)).collect();
+            *digest = record.write_payload(pages.iter_mut().map(Pages::bytes_mut));
+            let request = |((offset, _), pages)| IoRequest { direction: Direction::Write, offset, pages };
+            requests.extend(spans.into_iter().zip(pages).map(request));
+        }
+        self.run(requests)
+    }
+
+    fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
+        let request = |placed: &Placed| {
+            let Placed { record, runs, sequence, digest } = placed;
+            let mut page = Pages::new(1);
+            let header = Header {
+                sequence: *sequence,
+                key: record.id.key,
+                scope: self.scope,
+                stored_start: record.id.stored_start,
+                tokens: record.id.tokens.len(),
+                label: record.id.label.len(),
+                buffers: record.buffers.iter().map(Vec::len).collect(),
+                digest: *digest,
+                runs: runs.clone(),
+            };
+            header.write(page.bytes_mut());
+            let offset = self.geometry.cell_offset(runs[0].start);
+            IoRequest { direction: Direction::Write, offset, pages: page }
+        };
+        self.run(batch.iter().map(request).collect())
+    }
+
+    fn run(&self, requests: Vec<IoRequest>) -> io::Result<()> {
+        run(self.io.as_ref(), requests, None).map(drop).map_err(|fault| match fault {
+            crate::io::RunFault::Failed(error) => error,
+            crate::io::RunFault::Late => io::ErrorKind::TimedOut.into(),
+        })
+    }
+
+    /// Writes a checkpoint that opens cells for a payload. Only this thread writes checkpoints.
+    fn checkpoint(&self, payload: usize) -> io::Result<()> {
+        let table = self.state.lock().checkpoint(payload);
+        write(self.io.as_ref(), self.geometry.table_offset(table.generation), table.pages())?;
+        self.io.sync()?;
+        SlabState::opened(&mut self.state.lock(), &table);
+        Ok(())
+    }
+}

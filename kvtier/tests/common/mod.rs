@@ -1,0 +1,31 @@
+//! Records whose contents follow from their number, shared by the tests.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvcore::{BlockKey, KeyScope};
+use kvtier::{Missed, Record, RecordId, Slab};
+
+/// The scope of most tests.
+pub(crate) fn scope() -> BlockKey {
+    KeyScope::new("test", b"weights").root()
+}
+
+/// A record of about `bytes` bytes that nothing but its number determines.
+pub(crate) fn record(number: u32, bytes: usize) -> Record {
+    let tokens: Arc<[u32]> = (0..17).map(|token| number.wrapping_mul(31) + token).collect();
+    let key = scope().child(&tokens);
+    let mut state = u64::from(number) + 1;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as u8
+    };
+    let buffers =
+        vec![(0..bytes / 2).map(|_| next()).collect(), (0..bytes - bytes / 2).map(|_| next()).collect()];
+    Record { id: RecordId { key, tokens, stored_start: i64::from(number), label: "test".into() }, buffers }
+}
+
+/// Loads a record within a few seconds.
+pub(crate) fn load(slab: &Slab, id: &RecordId) -> Result<Vec<Vec<u8>>, Missed> {
+    slab.load(id, Instant::now() + Duration::from_secs(20))
+}

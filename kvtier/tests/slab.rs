@@ -1,0 +1,226 @@
+//! A slab on a real file: restarts, limits, eviction, damage, and bad input.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+mod common;
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use common::{load, record, scope};
+use kvcore::KeyScope;
+use kvtier::{Error, Missed, RecordId, Slab, SlabConfig, Stored};
+
+const LIMIT: u64 = 8 << 20;
+
+fn config() -> SlabConfig {
+    SlabConfig { limit: LIMIT, cell_bytes: 16 << 10, ..SlabConfig::default() }
+}
+
+fn open(folder: &std::path::Path) -> Slab {
+    Slab::open(folder, scope(), config()).unwrap()
+}
+
+/// Stores records of 100,000 bytes.
+fn store(slab: &Slab, numbers: std::ops::Range<u32>) {
+    for number in numbers {
+        assert_eq!(slab.store(record(number, 100_000)), Stored::Queued);
+    }
+}
+
+#[test]
+fn records_survive_a_restart_bit_by_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let sizes = [0, 1, 4000, 16 << 10, 100_000, (1 << 20) + 3];
+    let records: Vec<_> = (0..).zip(sizes).map(|(n, bytes)| record(n, bytes)).collect();
+    let slab = open(folder.path());
+    for record in &records {
+        assert_eq!(slab.store(record.clone()), Stored::Queued);
+    }
+    assert!(slab.flush(Duration::from_secs(20)));
+    for restart in 0..3 {
+        let slab = if restart == 0 { &slab } else { &{ open(folder.path()) } };
+        for record in &records {
+            assert_eq!(load(slab, &record.id).unwrap(), record.buffers, "restart {restart}");
+            assert_eq!(slab.store(record.clone()), Stored::Known);
+        }
+        let usage = slab.usage();
+        assert_eq!((usage.records, usage.hits, usage.misses), (6, 6, 0));
+        slab.check_invariants().unwrap();
+        if restart == 0 {
+            // The first slab is still open.
+            let second = Slab::open(folder.path(), scope(), config());
+            assert!(matches!(second, Err(Error::InUse { .. })), "{second:?}");
+            break;
+        }
+    }
+    drop(slab);
+    let slab = open(folder.path());
+    for record in &records {
+        assert_eq!(load(&slab, &record.id).unwrap(), record.buffers, "after a restart");
+    }
+}
+
+#[test]
+fn the_file_keeps_its_size_and_the_least_recently_used_leave_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(Slab::FILE);
+    let slab = open(folder.path());
+    let size = fs::metadata(&path).unwrap().len();
+    assert!(size <= LIMIT && size == slab.usage().limit_bytes);
+    for number in 0..300 {
+        slab.store(record(number, 100_000));
+        assert!(slab.flush(Duration::from_secs(20)));
+        // The first record is used again and again.
+        assert!(load(&slab, &record(0, 100_000).id).is_ok(), "{number}");
+        assert_eq!(fs::metadata(&path).unwrap().len(), size);
+    }
+    slab.check_invariants().unwrap();
+    let usage = slab.usage();
+    assert!(usage.evicted > 200 && usage.records > 40 && usage.bytes <= LIMIT, "{usage:?}");
+    let kept: Vec<u32> = (0..300).filter(|&number| slab.contains(&record(number, 100_000).id.key)).collect();
+    let newest = 300 - (kept.len() as u32 - 1)..300;
+    assert_eq!(kept, std::iter::once(0).chain(newest).collect::<Vec<_>>());
+}
+
+#[test]
+fn records_of_other_scopes_count_and_leave_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = KeyScope::new("other", b"weights").root();
+    {
+        let slab = Slab::open(folder.path(), other, config()).unwrap();
+        store(&slab, 0..20);
+    }
+    {
+        let slab = open(folder.path());
+        assert_eq!(slab.usage().records, 20);
+        store(&slab, 100..120);
+    }
+    // The records of the other scope are used last, and leave first all the same.
+    let slab = open(folder.path());
+    assert!(load(&slab, &record(0, 100_000).id).is_ok());
+    drop(slab);
+    let slab = open(folder.path());
+    store(&slab, 200..240);
+    assert!(slab.flush(Duration::from_secs(20)));
+    let has = |numbers: std::ops::Range<u32>| {
+        numbers.filter(|&n| slab.contains(&record(n, 100_000).id.key)).count()
+    };
+    assert_eq!((has(100..120), has(200..240)), (20, 40));
+    assert!(has(0..20) < 20);
+}
+
+#[test]
+fn another_identity_is_a_miss_and_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let slab = open(folder.path());
+    let stored = record(1, 5000);
+    slab.store(stored.clone());
+    assert!(slab.flush(Duration::from_secs(20)));
+    let mut tokens = stored.id.tokens.to_vec();
+    tokens[3] += 1;
+    let others = [
+        RecordId { tokens: tokens.into(), ..stored.id.clone() },
+        RecordId { tokens: stored.id.tokens[1..].into(), ..stored.id.clone() },
+        RecordId { stored_start: 7, ..stored.id.clone() },
+        RecordId { label: "tesT".into(), ..stored.id.clone() },
+    ];
+    for other in &others {
+        assert!(matches!(load(&slab, other), Err(Missed::Differs)), "{other:?}");
+    }
+    assert!(matches!(load(&slab, &record(2, 10).id), Err(Missed::Absent)));
+    assert_eq!(load(&slab, &stored.id).unwrap(), stored.buffers);
+    let usage = slab.usage();
+    assert_eq!((usage.hits, usage.misses, usage.differs, usage.damaged), (1, 5, 4, 0));
+}
+
+#[test]
+fn a_changed_byte_anywhere_is_a_miss_or_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let records: Vec<_> = (0..8).map(|number| record(number, 30_000)).collect();
+    {
+        let slab = open(folder.path());
+        for record in &records {
+            slab.store(record.clone());
+        }
+    }
+    let path = folder.path().join(Slab::FILE);
+    let intact = fs::read(&path).unwrap();
+    let mut found = [0, 0];
+    for at in (0..intact.len()).step_by(41_113) {
+        let mut bytes = intact.clone();
+        bytes[at] ^= 0x10;
+        fs::write(&path, &bytes).unwrap();
+        let slab = open(folder.path());
+        for record in &records {
+            match load(&slab, &record.id) {
+                Ok(buffers) => {
+                    assert_eq!(buffers, record.buffers, "byte {at}");
+                    found[0] += 1;
+                }
+                Err(Missed::Absent | Missed::Damaged) => found[1] += 1,
+                Err(other) => panic!("byte {at}: {other}"),
+            }
+        }
+        slab.check_invariants().unwrap();
+    }
+    assert!(found[0] > 100 && found[1] > 0, "{found:?}");
+    for cut in [0, 1, 5000, intact.len() / 2, intact.len() - 1] {
+        fs::write(&path, &intact[..cut]).unwrap();
+        let slab = open(folder.path());
+        assert!(records.iter().all(|record| load(&slab, &record.id).is_err()), "{cut} bytes");
+        slab.store(records[0].clone());
+        assert!(slab.flush(Duration::from_secs(20)) && load(&slab, &records[0].id).is_ok());
+    }
+}
+
+#[test]
+fn a_larger_limit_keeps_the_records_and_a_smaller_one_starts_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let kept = record(1, 50_000);
+    drop({
+        let slab = open(folder.path());
+        slab.store(kept.clone());
+        slab
+    });
+    let larger = SlabConfig { limit: 2 * LIMIT, ..config() };
+    let slab = Slab::open(folder.path(), scope(), larger).unwrap();
+    assert_eq!(load(&slab, &kept.id).unwrap(), kept.buffers);
+    assert!(slab.usage().limit_bytes > LIMIT && slab.usage().limit_bytes <= 2 * LIMIT);
+    drop(slab);
+    let slab = open(folder.path());
+    assert!(matches!(load(&slab, &kept.id), Err(Missed::Absent)));
+    assert!(fs::metadata(folder.path().join(Slab::FILE)).unwrap().len() <= LIMIT);
+}
+
+#[test]
+fn bad_folders_and_limits_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "x").unwrap();
+    let refused = |result: kvtier::Result<Slab>| result.unwrap_err().to_string();
+    let not_a_folder = refused(Slab::open(&file, scope(), config()));
+    assert!(not_a_folder.contains("is not a folder"), "{not_a_folder}");
+    let below = refused(Slab::open(&file.join("below"), scope(), config()));
+    assert!(below.contains("cannot create the folder"), "{below}");
+    let small = SlabConfig { limit: 4096, ..config() };
+    let small = refused(Slab::open(folder.path(), scope(), small));
+    assert!(small.contains("too small") && small.contains("use at least"), "{small}");
+    let endless = SlabConfig { limit: u64::MAX / 4, ..config() };
+    let endless = refused(Slab::open(folder.path(), scope(), endless));
+    assert!(endless.contains("cannot reserve the disk tier's limit"), "{endless}");
+}
+
+#[test]
+fn what_does_not_fit_is_dropped_and_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let slab = open(folder.path());
+    assert_eq!(slab.store(record(1, 5 << 20)), Stored::Dropped, "more than half of the slab");
+    let tight = SlabConfig { queue_bytes: 1000, ..config() };
+    drop(slab);
+    let slab = Slab::open(folder.path(), scope(), tight).unwrap();
+    assert_eq!(slab.store(record(2, 2000)), Stored::Dropped, "the queue is too short");
+    assert_eq!(slab.store(record(3, 500)), Stored::Queued);
+    assert_eq!(slab.usage().stores_dropped, 1);
+    let late = slab.load(&record(4, 10).id, Instant::now());
+    assert!(matches!(late, Err(Missed::Absent)), "{late:?}");
+}
