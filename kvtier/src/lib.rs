@@ -1,12 +1,37 @@
-#![doc = include_str!("../README.md")]
+//! Keys and values below device memory: the record of a piece, and a file of records that is bounded, survives a
+//! crash, and is found again after a restart.
 //!
-//! # Modules
+//! ```
+//! use std::time::{Duration, Instant};
+//! use kvcore::KeyScope;
+//! use kvtier::{Record, RecordId, Slab, SlabConfig};
+//!
+//! # let folder = tempfile::tempdir().unwrap();
+//! # let folder = folder.path();
+//! let scope = KeyScope::new("my-model", b"weights digest").root();
+//! let config = SlabConfig { limit: 16 << 20, ..SlabConfig::default() };
+//! let id = RecordId {
+//!     key: scope.child(&[1, 2, 3]),
+//!     tokens: [1, 2, 3].into(),
+//!     stored_start: 0,
+//!     label: "f32, 2 layers of 4".into(),
+//! };
+//! let slab = Slab::open(folder, scope, config)?;
+//! slab.store(Record { id: id.clone(), buffers: vec![vec![1; 64], vec![2; 64]] });
+//! drop(slab); // writes what is waiting
+//! let slab = Slab::open(folder, scope, config)?;
+//! let found = slab.load(&id, Instant::now() + Duration::from_secs(1)).unwrap();
+//! assert_eq!(found, [vec![1; 64], vec![2; 64]]);
+//! # Ok::<(), kvtier::Error>(())
+//! ```
 //!
 //! | module | contents |
 //! |---|---|
 //! | [`record`] | [`Record`]: the contents of a piece with everything that must match before they are used |
 //! | [`slab`] | [`Slab`]: a file of fixed size in which records survive the process |
 //! | [`io`] | [`DiskIo`]: positioned reads and writes of whole pages, many at a time |
+
+#![forbid(unsafe_code)]
 
 pub mod io;
 pub mod record;
