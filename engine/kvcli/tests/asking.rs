@@ -419,7 +419,7 @@ fn bad_files_are_exit_code_1_and_are_named_with_the_field() {
     wrong(r#"[{"role": "user"}]"#, "message 1: field \"content\" is missing");
     wrong(r#"[{"role": "wizard", "content": "a"}]"#, "message 1: field \"role\" is \"wizard\"");
     wrong(r#"[{"role": "user", "content": 1}]"#, "message 1: field \"content\" is a number");
-    wrong(r#"[{"role": "assistant", "content": "a"}]"#, "the last message, 1, has the role assistant");
+    wrong(r#"[{"role": "system", "content": "a"}]"#, "the last message, 1, has the role system");
     fails(&["--messages", "/no/such/chat.json"], 1, "/no/such/chat.json");
     fails(&["-p", "a", "--warm-file", "/no/such/warm.txt"], 1, "/no/such/warm.txt");
     fails(&["-p", "a", "--system", "b", "--document", "/no/such/a.txt"], 1, "the document /no/such/a.txt");

@@ -5,28 +5,34 @@
 //! ```
 
 mod clock;
-mod generation;
-mod json;
+mod guard;
+mod jinja;
 mod message;
 mod stream;
 mod template;
+mod variable;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
 pub use message::{Message, Role};
 pub use stream::TextStream;
+pub use variable::Variable;
 
 use crate::error::{Error, Result};
 use crate::files::{FileContents, SmallFile};
+use guard::guarded;
 use template::ChatTemplate;
 
 /// A tokenizer, with the chat template that belongs to it.
-#[derive(Debug)]
+///
+/// A clone shares the tokenizer, so it is cheap.
+#[derive(Debug, Clone)]
 pub struct TextCodec {
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     digest: blake3::Hash,
     template: ChatTemplate,
 }
@@ -78,11 +84,15 @@ impl TextCodec {
     pub(crate) fn of(tokenizer: FileContents<'_>, config: &Value, place: &str) -> Result<Self> {
         let FileContents { path, bytes } = tokenizer;
         let digest = blake3::hash(bytes);
-        let bad = |e: tokenizers::Error| Error::Tokenizer(e.to_string()).in_file(path);
-        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(bad)?;
-        // Some files contain limits that were set for training, but prompts must not be cut silently.
-        tokenizer.with_truncation(None).map_err(bad)?;
-        tokenizer.with_padding(None);
+        let read = || {
+            let mut tokenizer = Tokenizer::from_bytes(bytes)?;
+            // Some files contain limits that were set for training, but prompts must not be cut silently.
+            tokenizer.with_truncation(None)?;
+            tokenizer.with_padding(None);
+            Ok(tokenizer)
+        };
+        let tokenizer = guarded(read).map_err(|error| error.in_file(path))?;
+        let tokenizer = Arc::new(tokenizer);
         Ok(Self { tokenizer, digest, template: ChatTemplate::of(config, place) })
     }
 
@@ -95,11 +105,10 @@ impl TextCodec {
     /// *before* the string. Special tokens after the string are always left out, because the prompt
     /// continues.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        let encoding = self.tokenizer.encode(text, special).map_err(|e| Error::Tokenizer(e.to_string()))?;
+        let encoding = guarded(|| self.tokenizer.encode(text, special))?;
         let mut end = encoding.len();
         if special {
-            let plain =
-                self.tokenizer.encode(text, false).map_err(|e| Error::Tokenizer(e.to_string()))?.len();
+            let plain = guarded(|| self.tokenizer.encode(text, false))?.len();
             let added = encoding.get_special_tokens_mask();
             while end > plain && added[end - 1] == 1 {
                 end -= 1;
@@ -110,15 +119,36 @@ impl TextCodec {
 
     /// Decodes tokens to text, without special tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        self.tokenizer.decode(tokens, true).map_err(|e| Error::Tokenizer(e.to_string()))
+        guarded(|| self.tokenizer.decode(tokens, true))
     }
 
-    /// Encodes a conversation in the model's chat template, up to the beginning of the answer. The template
-    /// writes its own special tokens, so none are added.
+    /// Returns the codec with more variables for its chat template, such as `tools`, `documents`,
+    /// `enable_thinking` or `date_string`. A variable that is set again has the last value.
+    ///
+    /// ```
+    /// # fn with_tools(codec: &kvmodel::TextCodec, tools: &str) -> kvmodel::Result<kvmodel::TextCodec> {
+    /// use kvmodel::Variable;
+    /// codec.with_variables([
+    ///     ("enable_thinking".to_owned(), Variable::Bool(false)),
+    ///     ("tools".to_owned(), Variable::from_json(tools)?),
+    /// ])
+    /// # }
+    /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Messages`] if the last message is not the user's, and [`Error::Template`] if the
-    /// template fails or rejects the conversation.
+    /// Returns [`Error::Variable`] if a name is no name or is `messages`, or if `tools` or `documents` is not
+    /// a list of objects.
+    pub fn with_variables(&self, variables: impl IntoIterator<Item = (String, Variable)>) -> Result<Self> {
+        Ok(Self { template: self.template.clone().with_variables(variables)?, ..self.clone() })
+    }
+
+    /// Encodes a conversation in the model's chat template, up to the beginning of the answer, or, if the last
+    /// message is the model's, up to the end of its text. The template writes its own special tokens, so none
+    /// are added.
+    ///
+    /// # Errors
+    /// Returns [`Error::Messages`] if the last message cannot be answered ([`Message::check_answerable`]), and
+    /// [`Error::Template`] if the template fails, rejects the conversation, or exceeds its budget.
     pub fn conversation(&self, messages: &[Message]) -> Result<Vec<u32>> {
         Message::check_answerable(messages)?;
         self.encode(&self.template.render(messages)?, false)
@@ -180,9 +210,54 @@ mod tests {
         let codec = codec(Some(r#"{"chat_template":"a"}"#));
         let error = codec.conversation(&[]).unwrap_err().to_string();
         assert!(error.contains("the list is empty"), "{error}");
-        let messages = [Message::new(Role::User, "a"), Message::new(Role::Assistant, "b")];
+        let messages = [Message::new(Role::User, "a"), Message::new(Role::System, "b")];
         let error = codec.conversation(&messages).unwrap_err().to_string();
-        assert!(error.contains("the last message, 2, has the role assistant"), "{error}");
+        assert!(error.contains("the last message, 2, has the role system"), "{error}");
+    }
+
+    /// A template that writes `a` in front of each message, `b` behind it, and `c` in front of an answer.
+    const TURNS: &str = r#"{"chat_template":"{% for m in messages %}a {{ m.content }} b {% endfor %}{% if add_generation_prompt %}c{% endif %}{% if tools %}{{ tools[0].name }}{% endif %}{{ more }}"}"#;
+
+    #[test]
+    fn the_beginning_of_an_answer_is_continued() {
+        let codec = codec(Some(TURNS));
+        let user = Message::new(Role::User, "c");
+        assert_eq!(codec.conversation(std::slice::from_ref(&user)).unwrap(), [3, 5, 4, 5]);
+        for (text, ends) in
+            [("b c", vec![3, 5, 4, 3, 4, 5]), ("c ", vec![3, 5, 4, 3, 5]), ("a\n", vec![3, 5, 4, 3, 3])]
+        {
+            let begun = [user.clone(), Message::new(Role::Assistant, text)];
+            assert_eq!(codec.conversation(&begun).unwrap(), ends, "{text:?}");
+        }
+        let silent = TextCodec::from_bytes(WORDS.as_bytes(), Some(br#"{"chat_template":"a"}"#)).unwrap();
+        let error = silent.conversation(&[Message::new(Role::Assistant, "b")]).unwrap_err().to_string();
+        assert!(error.contains("does not write the text of the last message"), "{error}");
+    }
+
+    #[test]
+    fn variables_of_the_caller_reach_the_template() {
+        let codec = codec(Some(TURNS));
+        let with =
+            |name: &str, json: &str| codec.with_variables([(name.to_owned(), Variable::from_argument(json))]);
+        let asked = |codec: Result<TextCodec>| {
+            codec.and_then(|codec| codec.conversation(&[Message::new(Role::User, "c")]))
+        };
+        assert_eq!(asked(with("more", " b")).unwrap(), [3, 5, 4, 5, 4]);
+        assert_eq!(asked(with("add_generation_prompt", "false")).unwrap(), [3, 5, 4]);
+        assert_eq!(asked(with("tools", r#"[{"name": " b"}]"#)).unwrap(), [3, 5, 4, 5, 4]);
+        let twice = with("more", " b").unwrap().with_variables([("more".to_owned(), " a".into())]);
+        assert_eq!(asked(twice).unwrap(), [3, 5, 4, 5, 3], "the last value counts");
+        for (name, json, expected) in [
+            ("messages", "[]", "the conversation itself"),
+            ("no name", "1", "\"no name\" is not a name"),
+            ("", "1", "is not a name"),
+            ("tools", "\"a\"", "must be a list of objects"),
+            ("documents", "[1]", "must be a list of objects"),
+            ("add_generation_prompt", "1", "must be true or false"),
+        ] {
+            let error = asked(with(name, json)).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     #[test]
