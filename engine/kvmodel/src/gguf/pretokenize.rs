@@ -108,7 +108,7 @@ const SPLITTINGS: [Splitting; 17] = [
     },
     Splitting {
         names: &["deepseek-coder"],
-        patterns: &[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"],
+        patterns: &[r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"(?:(?!\s)[一-龥ࠀ-一가-퟿])+", r"\p{N}"],
         whole: false,
     },
     Splitting {

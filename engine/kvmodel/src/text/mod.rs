@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::Value;
-use tokenizers::Tokenizer;
+use tokenizers::{AddedToken, Tokenizer};
 
 pub use message::{Message, Role};
 pub use stream::TextStream;
@@ -42,12 +42,16 @@ const TOKENIZER: &str = "tokenizer.json";
 /// The name of the file with the special tokens and the chat template.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
+/// The name of the file with special tokens that the other file may lack.
+const SPECIAL_TOKENS: &str = "special_tokens_map.json";
+
 /// A placeholder for a message's content, used to find the text that a template writes around the content.
 /// It is a private-use character that no template writes and no prompt needs.
 const MESSAGE: &str = "\u{F8FE}";
 
 impl TextCodec {
-    /// Reads `tokenizer.json`, and the chat template from `chat_template.jinja` or, if there is none, from
+    /// Reads `tokenizer.json`, the special tokens from `tokenizer_config.json` and, where it lacks them, from
+    /// `special_tokens_map.json`, and the chat template from `chat_template.jinja` or, if there is none, from
     /// `tokenizer_config.json`.
     ///
     /// # Errors
@@ -56,7 +60,11 @@ impl TextCodec {
     pub fn from_directory(dir: &Path) -> Result<Self> {
         let config_path = dir.join(TOKENIZER_CONFIG);
         let config = SmallFile::read_if_there(config_path.clone())?;
-        let config = config_of(config.as_ref().map(SmallFile::contents))?;
+        let mut config = config_of(config.as_ref().map(SmallFile::contents))?;
+        let special = SmallFile::read_if_there(dir.join(SPECIAL_TOKENS))?;
+        if let Value::Object(special) = config_of(special.as_ref().map(SmallFile::contents))? {
+            add_special(&mut config, special);
+        }
         let tokenizer = SmallFile::read(dir.join(TOKENIZER))?;
         let codec = Self::of(tokenizer.contents(), &config, &config_path.display().to_string())?;
         let Some(template) = SmallFile::read_if_there(dir.join("chat_template.jinja"))? else {
@@ -83,20 +91,29 @@ impl TextCodec {
     /// it is not the usual one.
     pub(crate) fn of(tokenizer: FileContents<'_>, config: &Value, place: &str) -> Result<Self> {
         let FileContents { path, bytes } = tokenizer;
-        let digest = blake3::hash(bytes);
         let read = || {
             let mut tokenizer = Tokenizer::from_bytes(bytes)?;
+            let known = tokenizer.get_added_tokens_decoder();
+            let is_new = |token: &AddedToken| !known.values().any(|one| one.content == token.content);
+            let added: Vec<AddedToken> = added_tokens(config).into_iter().filter(is_new).collect();
+            tokenizer.add_tokens(added.iter().cloned())?;
             // Some files contain limits that were set for training, but prompts must not be cut silently.
             tokenizer.with_truncation(None)?;
             tokenizer.with_padding(None);
-            Ok(tokenizer)
+            Ok((tokenizer, added))
         };
-        let tokenizer = guarded(read).map_err(|error| error.in_file(path))?;
+        let (tokenizer, added) = guarded(read).map_err(|error| error.in_file(path))?;
+        let mut digest = blake3::Hasher::new();
+        digest.update(bytes);
+        if !added.is_empty() {
+            digest.update(format!("{added:?}").as_bytes());
+        }
+        let digest = digest.finalize();
         let tokenizer = Arc::new(tokenizer);
         Ok(Self { tokenizer, digest, template: ChatTemplate::of(config, place) })
     }
 
-    /// Returns the hash of `tokenizer.json`, which identifies the tokenizer in cache keys.
+    /// Returns the hash of `tokenizer.json` and of the tokens that the config adds to it, which identifies the tokenizer in cache keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
     }
@@ -182,6 +199,39 @@ impl TextCodec {
 fn config_of(file: Option<FileContents<'_>>) -> Result<Value> {
     let Some(FileContents { path, bytes }) = file else { return Ok(Value::Null) };
     serde_json::from_slice(bytes).map_err(|e| Error::Tokenizer(e.to_string()).in_file(path))
+}
+
+/// Adds special tokens that a config lacks.
+fn add_special(config: &mut Value, special: serde_json::Map<String, Value>) {
+    if config.is_null() {
+        *config = Value::Object(serde_json::Map::new());
+    }
+    let Value::Object(config) = config else { return };
+    for (name, token) in special {
+        let slot = config.entry(name).or_insert(Value::Null);
+        if slot.is_null() {
+            *slot = token;
+        }
+    }
+}
+
+/// Returns the tokens under `added_tokens_decoder` of a `tokenizer_config.json`, in the order of their IDs. As in
+/// transformers, those that `tokenizer.json` lacks are added to it.
+fn added_tokens(config: &Value) -> Vec<AddedToken> {
+    let listed = config.get("added_tokens_decoder").and_then(Value::as_object);
+    let mut tokens: Vec<(u32, AddedToken)> = listed
+        .into_iter()
+        .flatten()
+        .filter_map(|(id, token)| {
+            let is = |name: &str| token.get(name).and_then(Value::as_bool).unwrap_or(false);
+            let added = AddedToken::from(token.get("content")?.as_str()?, is("special"));
+            let added = added.lstrip(is("lstrip")).rstrip(is("rstrip"));
+            let added = added.single_word(is("single_word")).normalized(is("normalized"));
+            Some((id.parse().ok()?, added))
+        })
+        .collect();
+    tokens.sort_by_key(|(id, _)| *id);
+    tokens.into_iter().map(|(_, token)| token).collect()
 }
 
 #[cfg(test)]
@@ -281,6 +331,81 @@ mod tests {
         assert_eq!(once.around_message(&[]).unwrap(), ("a ".to_owned(), " c".to_owned()));
         let twice = codec(Some(r#"{"chat_template":"{{ messages[0].content }}{{ messages[0].content }}"}"#));
         assert!(matches!(twice.around_message(&[]), Err(Error::Template { .. })));
+    }
+
+    #[test]
+    fn tokens_that_only_the_config_lists_are_added() {
+        let config = r#"{"added_tokens_decoder":{"7":{"content":"<y>","special":false},"6":{"content":"<x>","special":true},
+            "0":{"content":"<s>","special":true},"8":5,"z":{"content":"no"}}}"#;
+        let (plain, with) = (codec(None), codec(Some(config)));
+        assert_eq!(with.encode("a<x>b <y>", false).unwrap(), [3, 6, 4, 7]);
+        assert_eq!(with.decode(&[3, 6, 4, 7]).unwrap(), "a b <y>", "a special token has no text");
+        assert!(with.special_token("<x>") == Some(6) && with.special_token("<y>").is_none());
+        assert_ne!(plain.digest(), with.digest(), "other tokens, other keys");
+        let same = r#"{"added_tokens_decoder":{"0":{"content":"<s>","special":true}}}"#;
+        assert_eq!(plain.digest(), codec(Some(same)).digest());
+    }
+
+    #[test]
+    fn special_tokens_of_their_own_file_fill_gaps() {
+        let place = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(place.path().join(name), text).unwrap();
+        let template = r#""chat_template":"{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ messages[0].content }}""#;
+        write(TOKENIZER, WORDS);
+        write(SPECIAL_TOKENS, r#"{"bos_token":{"content":"a"},"eos_token":"b","pad_token":null}"#);
+        let shown = || {
+            let codec = TextCodec::from_directory(place.path())?;
+            codec.template.render(&[Message::new(Role::User, "c")])
+        };
+        write(TOKENIZER_CONFIG, &format!("{{{template}}}"));
+        assert_eq!(shown().unwrap(), "a|b|False|c");
+        write(TOKENIZER_CONFIG, &format!(r#"{{"bos_token":"c","eos_token":null,{template}}}"#));
+        assert_eq!(shown().unwrap(), "c|b|False|c", "the config counts first");
+        std::fs::remove_file(place.path().join(TOKENIZER_CONFIG)).unwrap();
+        write("chat_template.jinja", "{{ eos_token }}");
+        assert_eq!(shown().unwrap(), "b");
+        write(SPECIAL_TOKENS, "[");
+        let error = shown().unwrap_err().to_string();
+        assert!(error.contains(SPECIAL_TOKENS), "{error}");
+    }
+
+    /// Files that make the tokenizer library panic or fail, cut off and contradicting themselves.
+    #[test]
+    fn damaged_tokenizers_are_errors_and_never_panics() {
+        let said = |text: &str| {
+            let loaded = TextCodec::from_bytes(text.as_bytes(), None);
+            loaded.and_then(|codec| codec.encode("a b c", true)).map(drop).map_err(|error| error.to_string())
+        };
+        let mut failed = 0;
+        for end in 0..WORDS.trim_end().len() {
+            let error = said(&WORDS[..end]).expect_err("a file that is cut off");
+            assert!(error.starts_with("tokenizer.json: "), "{error}");
+            failed += 1;
+        }
+        for (from, to) in [
+            (r#""type":"WordLevel""#, r#""type":"Unigram""#),
+            (r#""special_tokens":{"#, r#""special_tokens":5,"x":{"#),
+            (r#""Whitespace""#, r#""Nothing""#),
+            (r#""vocab":{"#, r#""vocab":null,"x":{"#),
+            (r#""unk_token":"?","#, ""),
+        ] {
+            let changed = WORDS.replace(from, to);
+            assert_ne!(changed, WORDS);
+            said(&changed).expect_err(to);
+            failed += 1;
+        }
+        assert!(failed > 500);
+        // A BPE model whose merges name no tokens, and a template that names none.
+        for model in [
+            r#"{"type":"BPE","vocab":{"a":0},"merges":["a b"]}"#,
+            r#"{"type":"BPE","vocab":{"a":0,"b":1},"merges":["a b"]}"#,
+            r#"{"type":"Unigram","vocab":[["a",0.0]],"unk_id":7}"#,
+            r#"{"type":"WordPiece","vocab":{},"unk_token":"?"}"#,
+        ] {
+            let text = format!(r#"{{"version":"1.0","added_tokens":[],"model":{model}}}"#);
+            let error = said(&text).expect_err(model);
+            assert!(error.contains("tokenizer"), "{error}");
+        }
     }
 
     #[test]
