@@ -46,7 +46,7 @@ fn stored(dtype: StoredType, rows: usize, width: usize, seed: u64) -> Vec<u8> {
                 .flat_map(|x| half::bf16::from_f32(*x).to_le_bytes())
                 .collect();
         }
-        StoredType::F16 | StoredType::Q8_0 | StoredType::Q4_0 | StoredType::Q5_0 => &[0],
+        StoredType::F16 | StoredType::Q8_0 | StoredType::Q4_0 | StoredType::Iq4Nl | StoredType::Q5_0 => &[0],
         StoredType::Q4_1 | StoredType::Q5_1 | StoredType::Q4K | StoredType::Q5K => &[0, 2],
         StoredType::Q2K => &[80, 82],
         StoredType::Q3K => &[108],

@@ -15,7 +15,7 @@ use crate::{backend, decoys, embedded, load};
 /// Loads the model to ask, with its caches.
 pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, TextCodec)> {
     let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
-    let ModelDirectory { model, codec } = load::model(asking.model.as_deref(), args.weights, dense)?;
+    let ModelDirectory { model, codec, .. } = load::model(asking.model.as_deref(), args.weights, dense)?;
     let config = EngineConfig {
         kv_format: args.dtype,
         keys: args.keys,

@@ -37,5 +37,9 @@ pub(crate) fn model(
         bar.set_position(done);
     });
     bar.finish_and_clear();
-    Ok(loaded?)
+    let loaded = loaded?;
+    for note in &loaded.notes {
+        eprintln!("note: {note}");
+    }
+    Ok(loaded)
 }

@@ -214,6 +214,45 @@ fn a_conversation_is_rendered_in_the_chat_template() {
 }
 
 #[test]
+fn variables_and_the_beginning_of_an_answer_reach_the_template() {
+    let template = "{% for m in messages %}{{ m.role }} says {{ m.content }} . {% endfor %}{% for t in tools or [] %}{{ t.name }} is tool . {% endfor %}{{ mood }}{% if add_generation_prompt %}alba ?{% endif %}";
+    let model = model(template, false);
+    let begun = r#"[{"role": "user", "content": [{"type": "text", "text": "alba is blue"}]},
+        {"role": "tool", "content": null}, {"role": "assistant", "content": "bora is"}]"#;
+    let files = Files::new(&[
+        ("begun.json", &format!("\u{FEFF}{begun}")),
+        ("tools.json", r#"[{"name": "cedo"}]"#),
+        ("bad.json", "{"),
+    ]);
+    let dir = model.arg("");
+    let same = |args: &[&str], raw: &str| {
+        let told = json(&[&["--model", &dir], args].concat());
+        let raw = json(&["--model", &dir, "-p", raw]);
+        assert_eq!((&told["tokens"], &told["prompt_tokens"]), (&raw["tokens"], &raw["prompt_tokens"]));
+    };
+    let tools = format!("tools=@{}", files.arg("tools.json"));
+    same(&["--chat", "-p", "a", "--template-arg", "mood=red ."], "user says a . red .alba ?");
+    same(&["--chat", "-p", "a", "--template-arg", &tools], "user says a . cedo is tool . alba ?");
+    same(&["--chat", "-p", "a", "--template-arg", "add_generation_prompt=false"], "user says a . ");
+    same(
+        &["--messages", &files.arg("begun.json")],
+        "user says alba is blue . tool says  . assistant says bora is",
+    );
+    let fails = |args: &[&str], code: i32, expected: &str| {
+        let output = kvc(&[&["run", "--model", &dir], args].concat());
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(code) && stderr.contains(expected), "{stderr}");
+    };
+    fails(&["--chat", "-p", "a", "--template-arg", "mood"], 2, "must be NAME=VALUE");
+    fails(&["-p", "a", "--template-arg", "mood=red"], 2, "--template-arg applies only to --chat");
+    fails(&["--chat", "-p", "a", "--template-arg", "messages=[]"], 1, "the conversation itself");
+    fails(&["--chat", "-p", "a", "--template-arg", "tools=red"], 1, "must be a list of objects");
+    let bad = format!("tools=@{}", files.arg("bad.json"));
+    fails(&["--chat", "-p", "a", "--template-arg", &bad], 1, "bad.json: template variables: EOF");
+    fails(&["--chat", "-p", "a", "--template-arg", "tools=@/no/such"], 1, "/no/such");
+}
+
+#[test]
 fn a_model_without_questions_of_its_own_is_asked_about_invented_notes() {
     let model = model("", true);
     let ask =
@@ -419,7 +458,7 @@ fn bad_files_are_exit_code_1_and_are_named_with_the_field() {
     wrong(r#"[{"role": "user"}]"#, "message 1: field \"content\" is missing");
     wrong(r#"[{"role": "wizard", "content": "a"}]"#, "message 1: field \"role\" is \"wizard\"");
     wrong(r#"[{"role": "user", "content": 1}]"#, "message 1: field \"content\" is a number");
-    wrong(r#"[{"role": "assistant", "content": "a"}]"#, "the last message, 1, has the role assistant");
+    wrong(r#"[{"role": "system", "content": "a"}]"#, "the last message, 1, has the role system");
     fails(&["--messages", "/no/such/chat.json"], 1, "/no/such/chat.json");
     fails(&["-p", "a", "--warm-file", "/no/such/warm.txt"], 1, "/no/such/warm.txt");
     fails(&["-p", "a", "--system", "b", "--document", "/no/such/a.txt"], 1, "the document /no/such/a.txt");

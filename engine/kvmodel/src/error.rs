@@ -58,6 +58,9 @@ pub enum Error {
     /// The messages are malformed, or do not end with a user's message.
     #[error("messages: {0}")]
     Messages(String),
+    /// A variable for the chat template is malformed, or must not be set.
+    #[error("template variables: {0}")]
+    Variable(String),
     /// A stop string is empty, which would end every answer before its first token.
     #[error("a stop string is empty and would end every answer immediately; remove it")]
     EmptyStop,

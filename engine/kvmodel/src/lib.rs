@@ -67,6 +67,7 @@ mod gguf;
 mod layers;
 mod load;
 mod model;
+mod notes;
 mod profile;
 mod text;
 mod weights;
@@ -80,5 +81,5 @@ pub use model::{
     LogitRows, Model, Narrowed, Observer, Pass, PassMemory, read_f32,
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
-pub use text::{Message, Role, TextCodec, TextStream};
+pub use text::{Message, Role, TextCodec, TextStream, Variable};
 pub use weights::Weights;

@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::files::SmallFile;
 use crate::gguf;
 use crate::model::Model;
+use crate::notes;
 use crate::text::TextCodec;
 use crate::weights::{self, Weights};
 
@@ -19,6 +20,8 @@ pub struct ModelDirectory {
     pub model: Model,
     /// The tokenizer and the chat template.
     pub codec: TextCodec,
+    /// What the files say and the model does not do, or does otherwise, as sentences for people.
+    pub notes: Vec<String>,
 }
 
 impl ModelDirectory {
@@ -43,8 +46,8 @@ impl ModelDirectory {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self> {
         if path.is_file() {
-            let (model, codec) = gguf::load(path, format, dense, progress)?;
-            Ok(Self { model, codec })
+            let (model, codec, notes) = gguf::load(path, format, dense, progress)?;
+            Ok(Self { model, codec, notes })
         } else {
             directory(path, format, dense, progress)
         }
@@ -60,9 +63,12 @@ impl ModelDirectory {
         format: WeightFormat,
         dense: Arc<dyn Dense>,
     ) -> Result<Self> {
-        let config = ModelConfig::from_json(config)?;
+        let mut notes = notes::unused(config);
+        let mut config = ModelConfig::from_json(config)?;
         let codec = TextCodec::from_bytes(tokenizer, tokenizer_config)?;
-        Ok(Self { model: Model::with_dense(config, Weights::from_bytes(weights)?, format, dense)?, codec })
+        let weights = Weights::from_bytes(weights)?;
+        notes.extend(notes::untie(&mut config, &weights));
+        Ok(Self { model: Model::with_dense(config, weights, format, dense)?, codec, notes })
     }
 }
 
@@ -73,12 +79,14 @@ fn directory(
     dense: Arc<dyn Dense>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<ModelDirectory> {
-    let mut config = SmallFile::read(dir.join("config.json"))?.parse(ModelConfig::from_json)?;
+    let (mut config, mut notes) = SmallFile::read(dir.join("config.json"))?
+        .parse(|text| Ok((ModelConfig::from_json(text)?, notes::unused(text))))?;
     if let Some(generation) = SmallFile::read_if_there(dir.join("generation_config.json"))? {
         generation.parse(|text| config.add_generation_config(text))?;
     }
     let codec = TextCodec::from_directory(dir)?;
     let weights = Weights::from_directory(dir, progress)?;
+    notes.extend(notes::untie(&mut config, &weights));
     let model = Model::with_dense(config, weights, format, dense).map_err(|error| match &error {
         Error::Weight { name, .. } => {
             let file = weights::file_of(dir, name);
@@ -86,5 +94,5 @@ fn directory(
         }
         _ => error,
     })?;
-    Ok(ModelDirectory { model, codec })
+    Ok(ModelDirectory { model, codec, notes })
 }

@@ -118,6 +118,14 @@ impl Weights {
         self.digest.as_bytes()
     }
 
+    /// Returns a tensor without removing it, if it was read from a file.
+    pub(crate) fn peek(&self, name: &str) -> Option<&StoredWeight> {
+        match &self.source {
+            WeightSource::Stored(tensors) => tensors.get(name),
+            WeightSource::Random(_) => None,
+        }
+    }
+
     /// Removes and returns the tensor `name`, which must have `shape`.
     ///
     /// # Errors

@@ -30,6 +30,7 @@
 #![allow(clippy::needless_pass_by_value, reason = "arguments from Python are converted to values")]
 
 mod arena;
+mod chat;
 mod chunks;
 mod device;
 mod error;

@@ -1,5 +1,6 @@
 //! A model that answers prompts and reuses their documents wherever they appear.
 
+use std::ffi::CString;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,10 +11,12 @@ use kvengine::{
 };
 use kvmodel::dense::WeightFormat;
 use kvmodel::{Model, ModelDirectory, TextCodec, TextStream};
-use pyo3::exceptions::{PyFileNotFoundError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyFileNotFoundError, PyTypeError, PyUserWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
+use pyo3::types::PyDict;
 
+use crate::chat::{conversations, with_variables};
 use crate::chunks::PyChunkCacheConfig;
 use crate::device::{ModelDevice, open_model};
 use crate::error::{CallError, Result};
@@ -102,15 +105,15 @@ impl Llm {
         config: EngineConfig,
         opened: ModelDevice,
         way: impl FnOnce(&Model) -> Reuse,
-    ) -> Result<(Engine, TextCodec, Reuse)> {
+    ) -> Result<(Engine, TextCodec, Reuse, Vec<String>)> {
         let ModelDevice { backend, dense } = opened;
-        let ModelDirectory { model, codec } =
+        let ModelDirectory { model, codec, notes } =
             ModelDirectory::load_with(path, WeightFormat::default(), dense, &mut |_, _| ())?;
         let way = way(&model);
         let (compute_mode, position_strategy) = (way.cell.mode, way.cell.strategy);
         let chunks = kvchunk::ChunkCacheConfig { compute_mode, position_strategy, ..config.chunks };
         let engine = Engine::new(model, backend, codec.digest(), &EngineConfig { chunks, ..config })?;
-        Ok((engine, codec, way))
+        Ok((engine, codec, way, notes))
     }
 
     /// Locks the engine. Waits without holding Python's lock, because the thread that has locked the engine
@@ -120,7 +123,7 @@ impl Llm {
     }
 
     /// Converts a string, a list of token IDs or a prompt in parts to tokens.
-    fn prompt(&self, prompt: &Bound<'_, PyAny>, chat: bool) -> PyResult<PromptTokens> {
+    fn prompt(&self, codec: &TextCodec, prompt: &Bound<'_, PyAny>, chat: bool) -> PyResult<PromptTokens> {
         if let Ok(parts) = prompt.cast::<PyChunkedPrompt>() {
             let parts = parts.get().0.clone();
             let own = if parts.decoys().is_empty() { &self.decoys } else { parts.decoys() };
@@ -129,9 +132,9 @@ impl Llm {
         }
         if let Ok(text) = prompt.extract::<&str>() {
             let tokens = if chat {
-                PromptTokens::split_chat(&self.codec, text, &self.separator)
+                PromptTokens::split_chat(codec, text, &self.separator)
             } else {
-                PromptTokens::split(&self.codec, text, &self.separator, true)
+                PromptTokens::split(codec, text, &self.separator, true)
             };
             let tokens = tokens.and_then(|tokens| tokens.with_decoys(Arc::clone(&self.decoys)));
             return Ok(tokens.map_err(CallError::from)?);
@@ -180,6 +183,38 @@ impl Llm {
             end.map_or_else(|| Err(CallError::Engine(kvengine::Error::Cancelled)), |end| one.output(&end))
         };
         Ok(running.into_iter().map(output).collect::<Result<_>>()?)
+    }
+
+    /// Answers prompts in one batch.
+    fn answers(
+        &self,
+        py: Python<'_>,
+        prompts: Vec<PromptTokens>,
+        sampling_params: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<RequestOutput>> {
+        let default = py.import("kvcache._native")?.getattr("SamplingParams")?;
+        let params: Vec<PyRef<'_, SamplingParams>> = match sampling_params {
+            None => vec![default.call0()?.extract()?],
+            Some(one) if one.is_instance(&default)? => vec![one.extract()?],
+            Some(several) => several.extract()?,
+        };
+        if params.len() != 1 && params.len() != prompts.len() {
+            let text = format!(
+                "{} sampling_params for {} prompts; pass one for all prompts, or one per prompt",
+                params.len(),
+                prompts.len()
+            );
+            return Err(PyValueError::new_err(text));
+        }
+        let mut guard = self.engine(py);
+        let engine: &mut Engine = &mut guard;
+        let answered = self.answer(py, engine, prompts, &params);
+        if answered.is_err() {
+            // One more step ends the requests that were not answered, so nothing stays held. Its result is
+            // dropped, because the first failure is the one to report.
+            drop(py.detach(|| engine.step()));
+        }
+        answered
     }
 }
 
@@ -244,7 +279,10 @@ impl Llm {
             chunks,
             ..EngineConfig::default()
         };
-        let (engine, codec, way) = py.detach(|| Self::load(&model, config, opened, way))?;
+        let (engine, codec, way, notes) = py.detach(|| Self::load(&model, config, opened, way))?;
+        for note in notes {
+            PyErr::warn(py, &py.get_type::<PyUserWarning>(), &CString::new(note).unwrap_or_default(), 1)?;
+        }
         let texts = decoys.unwrap_or_else(|| BUILT_IN_DECOYS.map(str::to_owned).to_vec());
         let decoys: kvmodel::Result<_> = texts.iter().map(|text| codec.encode(text, false)).collect();
         let decoys = decoys.map_err(CallError::from)?;
@@ -254,44 +292,45 @@ impl Llm {
     /// Answers prompts in one batch, and returns the answers in the order of the prompts. A prompt is a
     /// string (which is cut at the separator), a list of token IDs, or a `ChunkedPrompt`. A list of
     /// `sampling_params` has one entry per prompt. With `chat`, a string becomes the user's message in the
-    /// model's chat template.
-    #[pyo3(signature = (prompts, sampling_params = None, *, chat = false))]
+    /// model's chat template, which sees `template_args` as variables.
+    #[pyo3(signature = (prompts, sampling_params = None, *, chat = false, template_args = None))]
     fn generate(
         &self,
         py: Python<'_>,
         prompts: &Bound<'_, PyAny>,
         sampling_params: Option<&Bound<'_, PyAny>>,
         chat: bool,
+        template_args: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Vec<RequestOutput>> {
+        if template_args.is_some() && !chat {
+            return Err(PyValueError::new_err("template_args apply only with chat=True"));
+        }
+        let codec = with_variables(&self.codec, template_args)?;
         let several = prompts.try_iter().ok().filter(|_| prompts.extract::<&str>().is_err());
         let ids = prompts.extract::<Vec<u32>>().is_ok_and(|ids| !ids.is_empty());
         let prompts: Vec<PromptTokens> = match several {
-            Some(prompts) if !ids => prompts.map(|one| self.prompt(&one?, chat)).collect::<PyResult<_>>()?,
-            _ => vec![self.prompt(prompts, chat)?],
+            Some(prompts) if !ids => {
+                prompts.map(|one| self.prompt(&codec, &one?, chat)).collect::<PyResult<_>>()?
+            }
+            _ => vec![self.prompt(&codec, prompts, chat)?],
         };
-        let default = py.import("kvcache._native")?.getattr("SamplingParams")?;
-        let params: Vec<PyRef<'_, SamplingParams>> = match sampling_params {
-            None => vec![default.call0()?.extract()?],
-            Some(one) if one.is_instance(&default)? => vec![one.extract()?],
-            Some(several) => several.extract()?,
-        };
-        if params.len() != 1 && params.len() != prompts.len() {
-            let text = format!(
-                "{} sampling_params for {} prompts; pass one for all prompts, or one per prompt",
-                params.len(),
-                prompts.len()
-            );
-            return Err(PyValueError::new_err(text));
-        }
-        let mut guard = self.engine(py);
-        let engine: &mut Engine = &mut guard;
-        let answered = self.answer(py, engine, prompts, &params);
-        if answered.is_err() {
-            // One more step ends the requests that were not answered, so nothing stays held. Its result is
-            // dropped, because the first failure is the one to report.
-            drop(py.detach(|| engine.step()));
-        }
-        answered
+        self.answers(py, prompts, sampling_params)
+    }
+
+    /// Answers a conversation, or several in one batch. A conversation is a list of dictionaries with `role`
+    /// and `content`, as clients of `OpenAI`'s interface write them. If its last message is the assistant's,
+    /// the model continues its text. `template_args` are variables of the chat template, such as `tools`,
+    /// `documents` and `enable_thinking`.
+    #[pyo3(signature = (messages, sampling_params = None, *, template_args = None))]
+    fn chat(
+        &self,
+        py: Python<'_>,
+        messages: &Bound<'_, PyAny>,
+        sampling_params: Option<&Bound<'_, PyAny>>,
+        template_args: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Vec<RequestOutput>> {
+        let codec = with_variables(&self.codec, template_args)?;
+        self.answers(py, conversations(&codec, messages)?, sampling_params)
     }
 
     /// Returns the chunk cache's counts and gauges.

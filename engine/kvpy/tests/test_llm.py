@@ -1,6 +1,7 @@
 """`kvcache.LLM` with the built-in model of the repository."""
 
 import pathlib
+import shutil
 import threading
 
 import kvcache
@@ -68,6 +69,48 @@ def test_documents_are_computed_behind_decoys() -> None:
     assert [(place.stored_start, place.used_start) for place in plan.chunks] == [(5, 5), (5, 7)]
     (answer,) = few.generate(own, kvcache.SamplingParams(max_tokens=2))
     assert answer.num_prompt_tokens == 7
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }} {% endfor %}{% for t in tools or [] %}{{ t.name }} {% endfor %}"
+    "{% if add_generation_prompt %}{{ more or '' }}{% endif %}"
+)
+
+
+def test_conversations_and_variables_reach_the_template(tmp_path: pathlib.Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink(missing_ok=True)
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    llm = kvcache.LLM(tmp_path / "model", enable_chunk_cache=False)
+    one = kvcache.SamplingParams(max_tokens=2)
+
+    def count(text: str) -> int:
+        return llm.generate(text, one)[0].num_prompt_tokens
+
+    begin = count("alba") - 1  # A raw prompt begins with the tokenizer's own special tokens.
+    ask = [{"role": "user", "content": [{"type": "text", "text": "alba is red ."}]}]
+    tools = {"tools": [{"name": "bora"}], "more": "cedo ?"}
+    (answer,) = llm.chat(ask, one)
+    assert answer.num_prompt_tokens == count("alba is red .") - begin
+    (answer,) = llm.chat(ask, one, template_args=tools)
+    assert answer.num_prompt_tokens == count("alba is red . bora cedo ?") - begin
+    (answer,) = llm.generate("alba is red .", one, chat=True, template_args=tools)
+    assert answer.num_prompt_tokens == count("alba is red . bora cedo ?") - begin
+    begun, tool = {"role": "assistant", "content": "bora"}, {"role": "tool", "content": None}
+    both = llm.chat([ask, [*ask, tool, begun]], one, template_args={"more": "cedo ?"})
+    assert [answer.num_prompt_tokens for answer in both] == [
+        count("alba is red . cedo ?") - begin,
+        count("alba is red . bora") - begin,
+    ]
+    with pytest.raises(TypeError, match="messages must be a list"):
+        llm.chat(5)
+    with pytest.raises(kvcache.KvCacheError, match="the last message, 1, has the role system"):
+        llm.chat([{"role": "system", "content": "a"}])
+    with pytest.raises(kvcache.KvCacheError, match="the conversation itself"):
+        llm.chat(ask, template_args={"messages": []})
+    with pytest.raises(ValueError, match="only with chat=True"):
+        llm.generate("a", template_args={"more": 1})
 
 
 def test_threads_take_turns(llm: kvcache.LLM) -> None:

@@ -33,6 +33,7 @@ mod panel;
 mod single;
 mod stored;
 mod tile;
+mod types;
 #[cfg(target_arch = "x86_64")]
 mod unit;
 #[cfg(not(target_arch = "x86_64"))]
@@ -40,7 +41,7 @@ mod unit;
 mod unit;
 
 pub use bytes::SharedBytes;
-pub use stored::StoredType;
+pub use types::StoredType;
 
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-as-they-read-them
 /// Maximum number of rows to multiply at a time.

@@ -120,6 +120,7 @@ pub(super) unsafe fn columns<S: Simd>(
             }
             StoredType::Q8_0 => blocks!(q8_0, 34, 32, x, sums, rows, count, y),
             StoredType::Q4_0 => blocks!(q4_0, 18, 32, x, sums, rows, count, y),
+            StoredType::Iq4Nl => blocks!(iq4_nl, 18, 32, x, sums, rows, count, y),
             StoredType::Q4_1 => blocks!(q4_1, 20, 32, x, sums, rows, count, y),
             StoredType::Q5_0 => blocks!(q5_0, 22, 32, x, sums, rows, count, y),
             StoredType::Q5_1 => blocks!(q5_1, 24, 32, x, sums, rows, count, y),

@@ -1,12 +1,15 @@
-"""Writes the golden file for chat templates: conversations rendered by Hugging Face transformers.
+"""Writes the golden files for chat templates: what Hugging Face transformers and Jinja2 render.
 
     pip install transformers==5.24.0 jinja2==3.1.6
-    python proof/goldens/templates/make.py engine/kvmodel/tests/goldens/chat_templates.json
+    python proof/goldens/templates/make.py engine/kvmodel/tests/goldens
 
-templates/ holds ten templates of our own. Each has the constructs of a common family (whitespace control,
-namespaces, slices, loops with filters, macros, refusals, dates, blocks of `generation`) with other texts.
-Each renders each conversation below, up to the model's answer. The clock is fixed at 2024-07-26 09:05:03. If
-a template refuses a conversation, the golden is its refusal.
+chat_templates.json: templates/ holds 26 templates of our own. Each has the constructs of a common family
+(whitespace control, namespaces, slices, loops with filters, macros, refusals, dates, tools, documents, parts,
+reasoning, blocks of `generation`) with other texts. Each renders each conversation and each request below, up
+to the model's answer or to the end of the answer's beginning. The clock is fixed at 2024-07-26 09:05:03. If a
+template refuses a conversation, the golden is its refusal; if it fails, the golden is Jinja2's error.
+
+jinja_expressions.json: the values of the expressions in expressions.py, as texts, or Jinja2's errors.
 """
 
 import datetime
@@ -16,6 +19,8 @@ import sys
 
 import jinja2
 from transformers.utils import chat_template_utils
+
+from expressions import EXPRESSIONS, VARIABLES
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
@@ -40,36 +45,143 @@ CONVERSATIONS = [
 ]
 
 
+def function(name, description, parameters):
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+TOOLS = [
+    function(
+        "weather_at",
+        "Tells the weather. It's \"live\" <now>",
+        {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "A town, é or 你好"},
+                "unit": {"type": "string", "enum": ["C", "F"], "description": "The unit", "default": "C"},
+                "days": {"type": "array", "items": {"type": "integer"}, "description": "Which days"},
+            },
+            "required": ["place"],
+        },
+    ),
+    function(
+        "add",
+        "Adds numbers",
+        {
+            "type": "object",
+            "properties": {
+                "z": {"type": "number", "description": " last "},
+                "a": {"type": ["number", "null"], "description": "first", "nullable": True},
+                "o": {"type": "object", "description": "more", "properties": {"p": {"type": "boolean"}}, "required": ["p"]},
+            },
+            "required": ["z", "a"],
+        },
+    ),
+]
+CALL = {"id": "call12345", "type": "function", "function": {"name": "weather_at", "arguments": {"place": "Köln", "days": [1, 2]}}}
+
+
+def tool(text):
+    return {"role": "tool", "tool_call_id": "call12345", "name": "weather_at", "content": text}
+
+
+REQUESTS = [
+    {"messages": [user("Why is the sky blue?")], "tools": TOOLS},
+    {
+        "messages": [
+            system("Be brief."),
+            user("How is the weather?"),
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "I look it up."},
+            tool('{"t": 21.5}'),
+            assistant("<think>\nwarm\n</think>\n\nIt is warm."),
+            user("And tomorrow?"),
+        ],
+        "tools": TOOLS,
+        "variables": {"enable_thinking": False, "date_string": "1 Jan 2030"},
+    },
+    {
+        "messages": [user("What do the notes say?")],
+        "documents": [
+            {"title": "One", "text": "alba is red . bora is blue ."},
+            {"doc_id": 7, "title": "Two", "text": "Grüße\nzweite Zeile", "n": 1.0},
+        ],
+        "variables": {"controls": {"length": "short", "citations": True}},
+    },
+    {
+        "messages": [system("Be /no_think kind."), user("First"), assistant("Second."), user("Third")],
+        "variables": {"reasoning_effort": "high", "builtin_tools": ["interpreter", "weather_at"], "thinking": True},
+    },
+    {"messages": [user("Write a poem."), assistant("Roses are red, ")]},
+    {
+        "messages": [
+            {"role": "user", "content": "Call it"},
+            {"role": "assistant", "content": "Sure.", "tool_calls": [CALL]},
+            tool("cold"),
+            tool("colder"),
+        ],
+        "tools": TOOLS[:1],
+        "documents": [{"text": "none"}],
+    },
+]
+
+
 class Clock(datetime.datetime):
     @classmethod
     def now(cls, tz=None):
         return cls(2024, 7, 26, 9, 5, 3)
 
 
-def rendered(template, conversation):
+def rendered(template, conversation, tools=None, documents=None, variables=None):
+    messages = chat_template_utils._normalize_chat_messages(conversation)
+    continued = messages[-1]["role"] == "assistant"
     try:
         (text,), _ = chat_template_utils.render_jinja_template(
-            [conversation], chat_template=template, add_generation_prompt=True, **SPECIAL_TOKENS
+            [messages],
+            tools=tools,
+            documents=documents,
+            chat_template=template,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            **{**SPECIAL_TOKENS, **(variables or {})},
         )
         return {"text": text}
     except jinja2.exceptions.TemplateSyntaxError:
         raise
+    except (jinja2.exceptions.UndefinedError, jinja2.exceptions.SecurityError) as error:
+        return {"failed": str(error)}
     except jinja2.exceptions.TemplateError as error:
         return {"refused": str(error)}
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        return {"failed": str(error)}
+
+
+def value_of(expression):
+    try:
+        template = chat_template_utils._compile_jinja_template("{{ " + expression + " }}")
+        return {"text": template.render(**VARIABLES)}
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+def write(path, goldens):
+    path.write_text(json.dumps(goldens, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 def main(out):
     chat_template_utils.datetime = Clock
-    folder = pathlib.Path(__file__).parent / "templates"
+    out, folder = pathlib.Path(out), pathlib.Path(__file__).parent / "templates"
     templates = []
     for path in sorted(folder.glob("*.jinja")):
         # The newline at the end of the file is not part of the template.
-        text = path.read_text(encoding="utf-8").removesuffix("\n")
-        templates.append(
-            {"name": path.stem, "template": text, "rendered": [rendered(text, c) for c in CONVERSATIONS]}
-        )
-    goldens = {"special_tokens": SPECIAL_TOKENS, "conversations": CONVERSATIONS, "templates": templates}
-    pathlib.Path(out).write_text(json.dumps(goldens, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        text = path.read_bytes().decode("utf-8").removesuffix("\n")
+        conversations = [rendered(text, c) for c in CONVERSATIONS]
+        requests = [
+            rendered(text, r["messages"], r.get("tools"), r.get("documents"), r.get("variables")) for r in REQUESTS
+        ]
+        templates.append({"name": path.stem, "template": text, "rendered": conversations, "requested": requests})
+    goldens = {"special_tokens": SPECIAL_TOKENS, "conversations": CONVERSATIONS, "requests": REQUESTS}
+    write(out / "chat_templates.json", {**goldens, "templates": templates})
+    expressions = [{"expression": one, **value_of(one)} for one in EXPRESSIONS]
+    write(out / "jinja_expressions.json", {"variables": VARIABLES, "expressions": expressions})
 
 
 if __name__ == "__main__":

@@ -62,9 +62,15 @@ impl Cli {
 }
 
 impl RunArgs {
-    /// Returns an error message if a given option does not apply to the chosen kind of cache.
+    /// Returns an error message if a given option has no effect on the prompt or on the chosen kind of cache.
     fn without_effect(&self) -> Option<&'static str> {
         match self.cache {
+            _ if !self.asked.template_args.is_empty()
+                && !self.asked.chat
+                && self.asked.messages.is_none() =>
+            {
+                Some("--template-arg applies only to --chat and --messages")
+            }
             Cache::Paged | Cache::Grouped if self.max_len.is_some() => {
                 Some("--max-len applies only to --cache static")
             }

@@ -21,8 +21,10 @@ pub(crate) struct PromptArgs {
     #[arg(value_name = "-", value_parser = ["-"])]
     pub(crate) stdin: Option<String>,
 
-    /// File with a conversation that ends with the prompt: a JSON list of objects with `role` (system, user
-    /// or assistant) and `content`. Implies --chat.
+    /// File with a conversation that ends with the prompt: a JSON list of objects with `role` (system,
+    /// developer, user, assistant or tool), `content` (a string, null, or parts with texts) and other fields
+    /// for the chat template, such as tool_calls. If the last message is the assistant's, the model continues
+    /// its text. Implies --chat.
     #[arg(long, value_name = "FILE")]
     pub(crate) messages: Option<PathBuf>,
 
@@ -45,6 +47,11 @@ pub(crate) struct PromptArgs {
     #[arg(long)]
     pub(crate) chat: bool,
 
+    /// Variable of the chat template, such as enable_thinking=false, date_string='1 May 2030' or
+    /// tools=@FILE. VALUE is JSON, or else a text; @FILE reads JSON from a file. May be repeated.
+    #[arg(long = "template-arg", value_name = "NAME=VALUE", value_parser = template_arg)]
+    pub(crate) template_args: Vec<(String, String)>,
+
     /// Prompt to answer first, without output, to fill the cache. It has the same form as the prompt; with
     /// --document, it is another question about the documents. May be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
@@ -53,4 +60,12 @@ pub(crate) struct PromptArgs {
     /// File with a prompt to answer first, after all prompts from --warm. May be repeated.
     #[arg(long, value_name = "FILE")]
     pub(crate) warm_file: Vec<PathBuf>,
+}
+
+/// Splits `NAME=VALUE`.
+fn template_arg(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) => Ok((name.to_owned(), value.to_owned())),
+        None => Err("must be NAME=VALUE, such as enable_thinking=false".to_owned()),
+    }
 }

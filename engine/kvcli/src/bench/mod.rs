@@ -112,6 +112,6 @@ fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
         let model = Model::with_dense(config, Weights::random(1), load::format(args.weights), dense)?;
         return Ok((model, [0; 32], backend));
     }
-    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
+    let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;
     Ok((model, *codec.digest(), backend))
 }

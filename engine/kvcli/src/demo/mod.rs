@@ -41,7 +41,7 @@ struct Answered {
 pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
     let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
-    let ModelDirectory { model, codec } = embedded::load(WeightFormat::Stored, dense)?;
+    let ModelDirectory { model, codec, .. } = embedded::load(WeightFormat::Stored, dense)?;
     let config = EngineConfig { kv_format: args.dtype, ..EngineConfig::default() };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     let trials = trials()?;

@@ -27,8 +27,10 @@ const DEFAULT_SHARE: f64 = 0.5;
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let prompts = RunPrompts::read(&args.asked)?;
+    let variables = prompts::variables(&args.asked)?;
     let OpenedBackend { backend, dense } = backend::open_with(&args.backend, args.threads)?;
-    let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
+    let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;
+    let codec = codec.with_variables(variables)?;
     let tuned = args.way.reuse.as_deref().map(TunedReuse::read).transpose()?;
     let built_in = BUILT_IN_DECOYS.map(str::to_owned);
     let own = decoys::read(&args.way.decoys, &[])?;

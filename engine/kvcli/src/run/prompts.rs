@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use kvchunk::DEFAULT_SEPARATOR;
 use kvengine::PromptTokens;
-use kvmodel::{Message, Role, TextCodec};
+use kvmodel::{Message, Role, TextCodec, Variable};
 
 use crate::args::PromptArgs;
 use crate::error::{Error, Result};
@@ -29,7 +29,17 @@ enum Form {
     /// The text follows a system prompt and documents.
     Raw { system: Option<String>, documents: Vec<String> },
     /// The text is the last message of a conversation, after documents.
-    Chat { earlier: Vec<Message>, documents: Vec<String>, file: Option<PathBuf> },
+    Chat(ChatForm),
+}
+
+/// A conversation, without the question.
+#[derive(Debug)]
+struct ChatForm {
+    earlier: Vec<Message>,
+    /// The last message of the file, which may have more than a text, or be the model's.
+    last: Option<Message>,
+    documents: Vec<String>,
+    file: Option<PathBuf>,
 }
 
 impl RunPrompts {
@@ -39,14 +49,15 @@ impl RunPrompts {
         let system = args.system.clone();
         let (text, form) = if let Some(file) = &args.messages {
             let mut earlier = messages(file)?;
-            let text = earlier.pop().map(|last| last.content).unwrap_or_default();
-            (text, Form::Chat { earlier, documents, file: Some(file.clone()) })
+            let last = earlier.pop();
+            let text = last.as_ref().map(|last| last.text().into_owned()).unwrap_or_default();
+            (text, Form::Chat(ChatForm { earlier, last, documents, file: Some(file.clone()) }))
         } else {
             let form = match &args.separator {
                 Some(separator) => Form::Cut { separator: separator.clone(), chat: args.chat },
                 None if args.chat => {
-                    let earlier = system.map(|text| Message::new(Role::System, text));
-                    Form::Chat { earlier: earlier.into_iter().collect(), documents, file: None }
+                    let earlier = system.map(|text| Message::new(Role::System, text)).into_iter().collect();
+                    Form::Chat(ChatForm { earlier, last: None, documents, file: None })
                 }
                 None => Form::Raw { system, documents },
             };
@@ -59,7 +70,10 @@ impl RunPrompts {
 
     /// Returns the tokens of the prompt.
     pub(super) fn asked(&self, codec: &TextCodec) -> Result<PromptTokens> {
-        self.tokens(codec, &self.text)
+        match &self.form {
+            Form::Chat(ChatForm { last: Some(last), .. }) => self.chat_tokens(codec, last.clone()),
+            _ => self.tokens(codec, &self.text),
+        }
     }
 
     /// Returns an iterator over the prompts to answer first, as tokens.
@@ -74,7 +88,7 @@ impl RunPrompts {
     pub(super) fn has_documents(&self) -> bool {
         match &self.form {
             Form::Cut { separator, .. } => self.text.matches(separator.as_str()).count() > 1,
-            Form::Raw { documents, .. } | Form::Chat { documents, .. } => !documents.is_empty(),
+            Form::Raw { documents, .. } | Form::Chat(ChatForm { documents, .. }) => !documents.is_empty(),
         }
     }
 
@@ -90,7 +104,7 @@ impl RunPrompts {
                 };
                 Some(format!("{how_often}, so it is treated as an ordinary prompt without documents."))
             }
-            Form::Raw { system: None, documents } | Form::Chat { earlier: _, documents, file: None }
+            Form::Raw { system: None, documents } | Form::Chat(ChatForm { documents, file: None, .. })
                 if documents.is_empty() =>
             {
                 let twice = |text: &String| text.matches(DEFAULT_SEPARATOR).count() >= 2;
@@ -101,7 +115,7 @@ impl RunPrompts {
                     )
                 })
             }
-            Form::Raw { .. } | Form::Chat { .. } => None,
+            Form::Raw { .. } | Form::Chat(_) => None,
         }
     }
 
@@ -121,18 +135,36 @@ impl RunPrompts {
                 let documents = documents.iter().map(String::as_str);
                 Ok(PromptTokens::from_parts(codec, &system, documents, text, true)?)
             }
-            Form::Chat { earlier, documents, file } => {
-                let last = Message::new(Role::User, text);
-                let messages: Vec<Message> = earlier.iter().cloned().chain([last]).collect();
-                let documents = documents.iter().map(String::as_str);
-                let tokens = PromptTokens::from_conversation(codec, &messages, documents);
-                tokens.map_err(|source| match file {
-                    Some(path) => Error::Messages { path: path.clone(), source },
-                    None => source.into(),
-                })
-            }
+            Form::Chat(_) => self.chat_tokens(codec, Message::new(Role::User, text)),
         }
     }
+
+    /// Returns the tokens of the conversation with this last message.
+    fn chat_tokens(&self, codec: &TextCodec, last: Message) -> Result<PromptTokens> {
+        let Form::Chat(ChatForm { earlier, documents, file, .. }) = &self.form else {
+            return self.tokens(codec, &last.text());
+        };
+        let messages: Vec<Message> = earlier.iter().cloned().chain([last]).collect();
+        let documents = documents.iter().map(String::as_str);
+        let tokens = PromptTokens::from_conversation(codec, &messages, documents);
+        tokens.map_err(|source| match file {
+            Some(path) => Error::Messages { path: path.clone(), source },
+            None => source.into(),
+        })
+    }
+}
+
+/// Returns the variables for the chat template. A value that starts with `@` names a file with JSON.
+pub(super) fn variables(args: &PromptArgs) -> Result<Vec<(String, Variable)>> {
+    let variable = |(name, value): &(String, String)| {
+        let value = match value.strip_prefix('@') {
+            Some(path) => Variable::from_json(&text_of(Path::new(path))?)
+                .map_err(|source| Error::Messages { path: path.into(), source: source.into() })?,
+            None => Variable::from_argument(value),
+        };
+        Ok((name.clone(), value))
+    };
+    args.template_args.iter().map(variable).collect()
 }
 
 /// Reads the prompt.

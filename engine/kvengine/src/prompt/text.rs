@@ -79,8 +79,8 @@ impl PromptTokens {
     /// the system prompt. If there are no documents, the result is an ordinary prompt.
     ///
     /// # Errors
-    /// Returns [`kvmodel::Error::Messages`] if the last message is not the user's. Returns
-    /// [`kvmodel::Error::Template`] if the template fails or rejects the conversation, or if there are
+    /// Returns [`kvmodel::Error::Messages`] if the last message cannot be answered, or is not the user's and
+    /// there are documents. Returns [`kvmodel::Error::Template`] if the template fails or rejects the conversation, or if there are
     /// documents and the template does not write the last message exactly once.
     pub fn from_conversation<'a>(
         codec: &TextCodec,
@@ -92,10 +92,16 @@ impl PromptTokens {
             return Ok(Self::Plain(codec.conversation(messages)?));
         }
         Message::check_answerable(messages)?;
-        let (earlier, last) = messages.split_at(messages.len() - 1);
+        let Some((last, earlier)) = messages.split_last().filter(|(last, _)| last.role() == Role::User)
+        else {
+            return Err(kvmodel::Error::Messages(format!(
+                "the last message, {}, is not the user's; documents stand before a question of the user",
+                messages.len()
+            ))
+            .into());
+        };
         let (before, after) = codec.around_message(earlier)?;
-        let question: String =
-            last.iter().map(|last| last.content.as_str()).chain([after.as_str()]).collect();
+        let question = format!("{}{after}", last.text());
         Self::from_parts(codec, &before, documents, &question, false)
     }
 }
@@ -165,6 +171,9 @@ mod tests {
             PromptTokens::from_conversation(&codec, &messages, []).unwrap(),
             PromptTokens::Plain(vec![5, 3, 4])
         );
+        let begun = [Message::new(Role::User, "a"), Message::new(Role::Assistant, "c")];
+        let error = PromptTokens::from_conversation(&codec, &begun, ["a"]).unwrap_err().to_string();
+        assert!(error.contains("the last message, 2, is not the user's"), "{error}");
     }
 
     #[test]

@@ -32,7 +32,7 @@ pub(crate) fn engine_of(model: Model, config: EngineConfig) -> Engine {
 /// Creates an engine for the built-in model, and returns it with the model's codec.
 pub(crate) fn tiny_rag(config: &EngineConfig) -> (Engine, TextCodec) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
-    let ModelDirectory { model, codec } =
+    let ModelDirectory { model, codec, .. } =
         ModelDirectory::load(&folder, WeightFormat::Stored, &mut |_, _| ()).unwrap();
     (Engine::new(model, CpuBackend::new(), codec.digest(), config).unwrap(), codec)
 }

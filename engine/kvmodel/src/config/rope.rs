@@ -10,8 +10,7 @@ use crate::error::{Error, Result};
 
 /// Returns the rotary embedding for a layer of type `layer_type`, in which heads have `width` elements.
 pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairing) -> Result<RopeConfig> {
-    let none = Value::Null;
-    let all = of_all_layers(json).unwrap_or(&none);
+    let all = &of_all_layers(json);
     let by_type = LAYER_TYPES.iter().any(|name| all.get(name).is_some());
     let of_layer = if by_type {
         all.get(layer_type).ok_or_else(|| Error::Config(format!("rope_parameters lacks {layer_type}")))?
@@ -85,8 +84,7 @@ fn check_kind(fields: &Value) -> Result<()> {
 /// `mscale_all_dim`. The attention factor on cos and sin affects only the rotated part of a key, while this
 /// factor affects the whole key.
 pub(super) fn softmax_factor(json: &Value) -> f64 {
-    let parameters = of_all_layers(json).unwrap_or(&Value::Null);
-    let parameters = Parameters { json, of_layer: parameters };
+    let parameters = Parameters { json, of_layer: &of_all_layers(json) };
     match (parameters.kind(), parameters.number("mscale_all_dim"), parameters.factor()) {
         ("default", ..) | (_, None, _) | (.., None) => 1.0,
         (_, Some(mscale), Some(factor)) => yarn_scale(factor, mscale).powi(2),
@@ -112,10 +110,23 @@ pub(super) fn check_shapes(json: &Value) -> Result<()> {
     }
 }
 
-/// Returns the rotary parameters, under their new or old name. `null` counts as absent.
-fn of_all_layers(json: &Value) -> Option<&Value> {
+/// Returns the rotary parameters, under their new or old name, or null. `null` counts as absent. Of both
+/// names, transformers takes the old one, but keeps the base and the rotated part from the new one.
+fn of_all_layers(json: &Value) -> Value {
     let given = |name: &str| json.get(name).filter(|value| !value.is_null());
-    given("rope_parameters").or_else(|| given("rope_scaling"))
+    match (given("rope_parameters"), given("rope_scaling")) {
+        (Some(new), Some(old)) if !LAYER_TYPES.iter().any(|name| new.get(name).is_some()) => {
+            let mut both = old.clone();
+            for name in ["rope_theta", "partial_rotary_factor"] {
+                if let (Some(fields), Some(value)) = (both.as_object_mut(), new.get(name)) {
+                    fields.entry(name).or_insert_with(|| value.clone());
+                }
+            }
+            both
+        }
+        (Some(one), _) | (None, Some(one)) => one.clone(),
+        (None, None) => Value::Null,
+    }
 }
 
 /// The rotary parameters of one layer, with the config that contains them.
@@ -277,6 +288,23 @@ mod tests {
             let refused = config(more).unwrap_err().to_string();
             assert!(refused.contains(what), "{refused}");
         }
+    }
+
+    #[test]
+    fn of_both_names_the_old_one_counts_and_the_base_stays() {
+        let rope = |more: &str| config(more).unwrap().layers[0].rope.clone();
+        let new = r#""rope_parameters":{"rope_type":"default","rope_theta":5e5}"#;
+        let yarn = r#"{"rope_type":"yarn","factor":4.0,"original_max_position_embeddings":16}"#;
+        assert_eq!(
+            rope(&format!(r#",{new},"rope_scaling":{yarn}"#)),
+            rope(&format!(r#","rope_theta":5e5,"rope_scaling":{yarn}"#))
+        );
+        let linear = rope(&format!(r#",{new},"rope_scaling":{{"type":"linear","factor":2.0}}"#));
+        assert_eq!((linear.theta, linear.scaling), (5e5, RopeScaling::Linear { factor: 2.0 }));
+        let own =
+            rope(&format!(r#",{new},"rope_scaling":{{"type":"linear","factor":2.0,"rope_theta":7.0}}"#));
+        assert_eq!(own.theta, 7.0);
+        assert_eq!(rope(&format!(r#",{new},"rope_scaling":null"#)), RopeConfig::new(8, 5e5));
     }
 
     #[test]

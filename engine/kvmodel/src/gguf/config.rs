@@ -2,6 +2,7 @@
 
 use serde_json::{Value, json};
 
+use super::ends;
 use super::failure::{GgufFailure, wrong};
 use super::fields::{Header, required};
 use crate::config::ModelConfig;
@@ -77,10 +78,6 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     let Some(vocabulary) = vocabulary.map(|place| place.shape[0]) else {
         return wrong("tensor \"token_embd.weight\" is missing");
     };
-    let mut ends = Vec::new();
-    for field in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
-        ends.extend(header.whole(field)?.filter(|end| !ends.contains(end)));
-    }
     let eps = name("attention.layer_norm_rms_epsilon");
     let mut config = json!({
         "model_type": if architecture == GEMMA3 { "gemma3_text" } else { architecture },
@@ -91,7 +88,7 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
         "mlp_bias": header.has("blk.0.ffn_up.bias"),
         "rope_theta": header.real(&name("rope.freq_base"))?.unwrap_or(10_000.0),
         "rope_scaling": scaling(header, architecture)?,
-        "eos_token_id": ends,
+        "eos_token_id": ends::ends(header)?,
     });
     for (field, own) in NEEDED {
         config[own] = json!(needed(field)?);
@@ -130,12 +127,31 @@ fn in_fields(reason: &str, architecture: &str) -> String {
     reason.split_inclusive(|c| !in_word(c)).map(renamed).collect()
 }
 
-/// Returns the scaling of the rotary embedding, or null if there is none.
+/// Returns the scaling of the rotary embedding, or null if there is none. As in llama.cpp, a factor without a
+/// type is linear, and older files have it under another name.
 fn scaling(header: &Header, architecture: &str) -> Result<Value, GgufFailure> {
     let name = |field: &str| format!("{architecture}.rope.scaling.{field}");
-    let kind = match header.text(&name("type"))? {
-        None | Some("none") => return Ok(Value::Null),
-        Some(kind @ ("linear" | "yarn")) => kind,
+    let real = |field: &str| header.real(&name(field));
+    let given = header.text(&name("type"))?;
+    let old = header.real(&format!("{architecture}.rope.scale_linear"))?;
+    let factor = real("factor")?.or(old).filter(|factor| *factor != 0.0);
+    let original = header.whole(&name("original_context_length"))?;
+    // The fields of YaRN that must have their defaults: each one's name, and its values that mean the same.
+    let only = |fields: &[&str], allowed: &[f64]| -> Result<(), GgufFailure> {
+        for field in fields {
+            if let Some(value) = real(field)?.filter(|value| !allowed.contains(value)) {
+                return wrong(format!(
+                    "field {:?} is {value} (supported with this scaling: {})",
+                    name(field),
+                    allowed.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ")
+                ));
+            }
+        }
+        Ok(())
+    };
+    let kind = match given {
+        None => "linear",
+        Some(kind @ ("none" | "linear" | "yarn")) => kind,
         Some(other) => {
             return wrong(format!(
                 "field {:?} is {other:?} (supported: none, linear and yarn)",
@@ -143,12 +159,26 @@ fn scaling(header: &Header, architecture: &str) -> Result<Value, GgufFailure> {
             ));
         }
     };
-    let factor = required(&name("factor"), header.real(&name("factor"))?)?;
-    let original = header.whole(&name("original_context_length"))?;
-    Ok(match original {
-        Some(original) if kind == "yarn" => {
-            json!({ "rope_type": kind, "factor": factor, "original_max_position_embeddings": original })
-        }
-        _ => json!({ "rope_type": kind, "factor": factor }),
-    })
+    if kind == "yarn" {
+        let factor = required(&name("factor"), factor)?;
+        only(&["yarn_ext_factor"], &[1.0, -1.0])?;
+        only(&["yarn_log_multiplier"], &[0.0])?;
+        let scale = real("attn_factor")?.unwrap_or(1.0) * real("yarn_attn_factor")?.unwrap_or(1.0);
+        let usual = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
+        let attention = (scale != 1.0).then_some(scale * usual);
+        return Ok(json!({
+            "rope_type": kind, "factor": factor, "original_max_position_embeddings": original,
+            "attention_factor": attention, "beta_fast": real("yarn_beta_fast")?, "beta_slow": real("yarn_beta_slow")?,
+        }));
+    }
+    only(&["attn_factor", "yarn_attn_factor"], &[1.0])?;
+    only(&["yarn_ext_factor"], &[0.0, -1.0])?;
+    // They have no effect without YaRN.
+    for field in ["yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier"] {
+        real(field)?;
+    }
+    match (kind, factor) {
+        ("none", _) | (_, None) if given != Some("linear") => Ok(Value::Null),
+        (_, factor) => Ok(json!({ "rope_type": kind, "factor": required(&name("factor"), factor)? })),
+    }
 }

@@ -1,7 +1,8 @@
 //! Reads the header of a GGUF file: the fields and the descriptions of the tensors. Lengths in the header
 //! are checked against the file's length.
 
-use std::collections::HashMap;
+use std::cell::RefCell;
+use std::collections::{HashMap, HashSet};
 use std::io::Read;
 
 use super::failure::{GgufFailure, wrong};
@@ -42,6 +43,8 @@ pub(super) struct TensorPlace {
 #[derive(Debug)]
 pub(super) struct Header {
     fields: HashMap<String, FieldValue>,
+    /// The names of fields that were asked for.
+    read: RefCell<HashSet<String>>,
     pub(super) tensors: Vec<TensorPlace>,
     /// The alignment of tensors, in bytes.
     pub(super) alignment: u64,
@@ -181,7 +184,8 @@ impl Header {
             fields.insert(name, value);
         }
         let tensors = (0..tensors).map(|number| reader.tensor(number)).collect::<Result<_, _>>()?;
-        let mut header = Self { fields, tensors, alignment: ALIGNMENT, data: 0 };
+        let read = RefCell::default();
+        let mut header = Self { fields, read, tensors, alignment: ALIGNMENT, data: 0 };
         header.alignment = header.whole("general.alignment")?.unwrap_or(ALIGNMENT);
         if !header.alignment.is_power_of_two() {
             return wrong(format!("general.alignment is {}, which is not a power of two", header.alignment));
@@ -208,6 +212,7 @@ impl Header {
         read: impl FnOnce(&'a FieldValue) -> Option<T>,
     ) -> Result<Option<T>, GgufFailure> {
         let Some(value) = self.fields.get(name) else { return Ok(None) };
+        self.read.borrow_mut().insert(name.to_owned());
         match read(value) {
             Some(value) => Ok(Some(value)),
             None => wrong(format!("field {name:?} is not a {kind}")),
@@ -283,6 +288,12 @@ impl Header {
                 .collect(),
             _ => None,
         })
+    }
+
+    /// Returns the names of the fields that were never asked for.
+    pub(super) fn unread(&self) -> impl Iterator<Item = &str> {
+        let read = self.read.borrow().clone();
+        self.fields.keys().map(String::as_str).filter(move |name| !read.contains(*name))
     }
 
     /// Returns true if the file has a tensor.

@@ -8,8 +8,9 @@
 //! ```
 //!
 //! `config` converts the fields to the config that a `config.json` would contain, and `tokenizer` converts
-//! them to a `tokenizer.json`, with merges from `scores` if the file lists none. `places` checks the offsets of tensors, and `tensors` gives weights the
-//! names and the row order of Hugging Face models. [`load`] adds the file's path to errors, and restores
+//! them to a `tokenizer.json`, with the splitting from `pretokenize`, merges from `scores` if the file lists none,
+//! and end tokens from `ends`. `places` checks the offsets of tensors, and `tensors` gives weights the names and
+//! the row order of Hugging Face models. `notes` names the fields that nobody has read. [`load`] adds the file's path to errors, and restores
 //! the tensor names of the file.
 
 use std::path::Path;
@@ -21,9 +22,12 @@ use crate::model::Model;
 use crate::text::TextCodec;
 
 mod config;
+mod ends;
 mod failure;
 mod fields;
+mod notes;
 mod places;
+mod pretokenize;
 mod scores;
 mod tensors;
 mod tokenizer;
@@ -31,7 +35,7 @@ mod tokenizer;
 use failure::{AGAIN, GgufFailure};
 use fields::{FieldReader, Header};
 
-/// Loads the model and the text codec from a file. Calls `progress` with the number of tensor bytes read so
+/// Loads the model and the text codec from a file, with notes on what the file says and nobody uses. Calls `progress` with the number of tensor bytes read so
 /// far and the total number. A `tokenizer.json` in the same folder replaces the file's tokenizer. The file
 /// must not change while the model is in use ([`SharedBytes::map`]).
 ///
@@ -44,7 +48,7 @@ pub(crate) fn load(
     format: WeightFormat,
     dense: Arc<dyn Dense>,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<(Model, TextCodec)> {
+) -> Result<(Model, TextCodec, Vec<String>)> {
     read(path, format, dense, progress).map_err(|failure| {
         let reason = match failure {
             GgufFailure::Io(source) => return Error::Io { path: path.to_owned(), source },
@@ -61,7 +65,7 @@ fn read(
     format: WeightFormat,
     dense: Arc<dyn Dense>,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<(Model, TextCodec), GgufFailure> {
+) -> Result<(Model, TextCodec, Vec<String>), GgufFailure> {
     let mut file = std::fs::File::open(path).map_err(GgufFailure::Io)?;
     let length = file.metadata().map_err(GgufFailure::Io)?.len();
     let header = Header::read(&mut FieldReader::new(&mut file, length))?;
@@ -83,5 +87,7 @@ fn read(
         }
         other => other,
     })?;
-    Ok((model, codec))
+    let own_tokenizer = !path.with_file_name("tokenizer.json").exists();
+    let architecture = header.text("general.architecture")?.unwrap_or_default();
+    Ok((model, codec, notes::unused(&header, architecture, own_tokenizer).into_iter().collect()))
 }

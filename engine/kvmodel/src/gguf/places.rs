@@ -84,6 +84,7 @@ fn type_of(number: u32) -> Option<StoredType> {
         12 => StoredType::Q4K,
         13 => StoredType::Q5K,
         14 => StoredType::Q6K,
+        20 => StoredType::Iq4Nl,
         30 => StoredType::BF16,
         _ => return None,
     })

@@ -15,12 +15,7 @@ const SPACE: &str = "▁";
 
 /// Returns the merging of a file whose tokens have the types `kinds`.
 pub(super) fn merging(header: &Header, tokens: &[&str], kinds: &[i64]) -> Result<Merging, GgufFailure> {
-    if header.bool("tokenizer.ggml.add_space_prefix")?.unwrap_or(true) {
-        return wrong(
-            "field \"tokenizer.ggml.add_space_prefix\" is true or missing (supported: false); put the model's \
-             tokenizer.json into the file's folder",
-        );
-    }
+    let prefix = header.bool("tokenizer.ggml.add_space_prefix")?.unwrap_or(true);
     let scores = required("tokenizer.ggml.scores", header.reals("tokenizer.ggml.scores")?)?;
     if scores.len() != tokens.len() {
         return wrong(format!(
@@ -29,15 +24,26 @@ pub(super) fn merging(header: &Header, tokens: &[&str], kinds: &[i64]) -> Result
             tokens.len()
         ));
     }
-    let unknown = header.whole("tokenizer.ggml.unknown_token_id")?.and_then(|id| tokens.get(id as usize));
+    let unknown = header.whole("tokenizer.ggml.unknown_token_id")?.unwrap_or(0);
+    let unknown = usize::try_from(unknown).ok().and_then(|id| tokens.get(id));
+    let spaces = json!({ "type": "Replace", "pattern": { "String": " " }, "content": SPACE });
+    let mut decoders = vec![
+        json!({ "type": "Replace", "pattern": { "String": SPACE }, "content": " " }),
+        json!({ "type": "ByteFallback" }),
+        json!({ "type": "Fuse" }),
+    ];
+    // Llama 2 and its like write a space in front of a text, which its tokens then begin with.
+    if prefix {
+        decoders.push(json!({ "type": "Strip", "content": " ", "start": 1, "stop": 0 }));
+    }
     Ok(Merging {
-        normalizer: json!({ "type": "Replace", "pattern": { "String": " " }, "content": SPACE }),
+        normalizer: if prefix {
+            json!({ "type": "Sequence", "normalizers": [{ "type": "Prepend", "prepend": SPACE }, spaces] })
+        } else {
+            spaces
+        },
         pre_tokenizer: Value::Null,
-        decoder: json!({ "type": "Sequence", "decoders": [
-            { "type": "Replace", "pattern": { "String": SPACE }, "content": " " },
-            { "type": "ByteFallback" },
-            { "type": "Fuse" },
-        ] }),
+        decoder: json!({ "type": "Sequence", "decoders": decoders }),
         merges: merges(tokens, kinds, &scores),
         ignore_merges: false,
         unknown: json!(unknown),

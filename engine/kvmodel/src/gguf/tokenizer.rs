@@ -5,8 +5,10 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::ends;
 use super::failure::{GgufFailure, wrong};
 use super::fields::{Header, required};
+use super::pretokenize::pre_tokenizer;
 use super::scores;
 use crate::error::Error;
 use crate::files::{FileContents, SmallFile};
@@ -17,9 +19,8 @@ const CONTROL: i64 = 3;
 /// GGUF's type ID for tokens that users have added, which are never split.
 const ADDED: i64 = 4;
 
-/// The pattern by which Llama 3 and Qwen2 split text before byte pairs are merged. `DIGITS` stands for the
-/// repetition count of digits, in which the two models differ.
-const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+/// The ID of the token for the beginning of a text in vocabularies with scores that name none.
+const BEGIN: u64 = 1;
 
 /// The parts of a `tokenizer.json` that depend on how the tokenizer merges tokens.
 pub(super) struct Merging {
@@ -36,48 +37,20 @@ pub(super) struct Merging {
     pub(super) byte_fallback: bool,
 }
 
-/// Returns three parts for the pre-tokenizer `name`: the pre-tokenizer, the normalizer, and true if a word
-/// that is a token as a whole is kept without applying merges.
-fn pre(name: &str) -> Result<(Value, Value, bool), GgufFailure> {
-    let bytes = |by_words: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": by_words });
-    let split = |digits: &str| {
-        let pattern = WORDS.replace("DIGITS", digits);
-        json!({ "type": "Split", "pattern": { "Regex": pattern }, "behavior": "Isolated", "invert": false })
-    };
-    let sequence = |steps: [Value; 2]| json!({ "type": "Sequence", "pretokenizers": steps });
-    Ok(match name {
-        "gpt-2" => (bytes(true), Value::Null, false),
-        "smollm" | "starcoder" | "refact" | "codeshell" => (
-            sequence([json!({ "type": "Digits", "individual_digits": true }), bytes(true)]),
-            Value::Null,
-            false,
-        ),
-        "llama-bpe" | "llama3" => (sequence([split("{1,3}"), bytes(false)]), Value::Null, true),
-        "qwen2" => (sequence([split(""), bytes(false)]), json!({ "type": "NFC" }), false),
-        other => {
-            return wrong(format!(
-                "field \"tokenizer.ggml.pre\" is {other:?} (supported: gpt-2, smollm, starcoder, refact, codeshell, \
-                 llama-bpe and qwen2); put the model's tokenizer.json into the file's folder"
-            ));
-        }
-    })
-}
-
 /// Returns the special tokens and the chat template in the format of `tokenizer_config.json`.
 fn template(header: &Header) -> Result<Value, GgufFailure> {
     let tokens = header.texts("tokenizer.ggml.tokens")?.unwrap_or_default();
-    let special = |field: &str| -> Result<Value, GgufFailure> {
-        let Some(id) = header.whole(field)? else { return Ok(Value::Null) };
-        match tokens.get(usize::try_from(id).unwrap_or(usize::MAX)) {
-            Some(token) => Ok(json!(token)),
-            None => wrong(format!("field {field:?} is {id}, but there are only {} tokens", tokens.len())),
-        }
+    // An ID outside the vocabulary names no token. Whoever needs the token says so.
+    let special = |field: &str, usual: Option<u64>| -> Result<Value, GgufFailure> {
+        let id = header.whole(field)?.or(usual).and_then(|id| usize::try_from(id).ok());
+        Ok(json!(id.and_then(|id| tokens.get(id))))
     };
+    let usual = |id: u64| (header.text("tokenizer.ggml.model").ok().flatten() == Some("llama")).then_some(id);
     Ok(json!({
-        "bos_token": special("tokenizer.ggml.bos_token_id")?,
-        "eos_token": special("tokenizer.ggml.eos_token_id")?,
-        "unk_token": special("tokenizer.ggml.unknown_token_id")?,
-        "pad_token": special("tokenizer.ggml.padding_token_id")?,
+        "bos_token": special("tokenizer.ggml.bos_token_id", usual(BEGIN))?,
+        "eos_token": special("tokenizer.ggml.eos_token_id", usual(2))?,
+        "unk_token": special("tokenizer.ggml.unknown_token_id", usual(0))?,
+        "pad_token": special("tokenizer.ggml.padding_token_id", None)?,
         "chat_template": header.text("tokenizer.chat_template")?,
     }))
 }
@@ -121,10 +94,13 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
     }
     let added: Vec<Value> = (0..)
         .zip(tokens.iter().zip(&kinds))
-        .filter(|(_, (_, kind))| [CONTROL, ADDED].contains(kind))
         .map(|(id, (token, kind)): (u32, _)| {
+            (id, token, *kind == CONTROL || ends::is_known(token, &tokens), *kind)
+        })
+        .filter(|(_, _, control, kind)| *control || *kind == ADDED)
+        .map(|(id, token, control, _)| {
             json!({
-                "id": id, "content": token, "special": *kind == CONTROL, "normalized": false,
+                "id": id, "content": token, "special": control, "normalized": false,
                 "single_word": false, "lstrip": false, "rstrip": false,
             })
         })
@@ -149,8 +125,16 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
         }
     };
     let default = merging.ignore_merges || merging.byte_fallback;
-    let begins = header.bool("tokenizer.ggml.add_bos_token")?.unwrap_or(default);
-    let processor = match (begins, header.whole("tokenizer.ggml.bos_token_id")?, begin) {
+    let asked = header.bool("tokenizer.ggml.add_bos_token")?;
+    let id = header.whole("tokenizer.ggml.bos_token_id")?.or((kind == "llama").then_some(BEGIN));
+    if let (Some(true), Some(id), None) = (asked, id, begin) {
+        return wrong(format!(
+            "field \"tokenizer.ggml.bos_token_id\" is {id}, but there are only {} tokens, and every prompt begins with this \
+             one",
+            tokens.len()
+        ));
+    }
+    let processor = match (asked.unwrap_or(default), id, begin) {
         (true, Some(id), Some(begin)) => json!({
             "type": "TemplateProcessing",
             "single": [{ "SpecialToken": { "id": begin, "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
@@ -177,9 +161,9 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
 /// Returns the merging of a file that lists the pairs of byte strings to merge.
 fn byte_pairs(header: &Header, vocabulary: &Map<String, Value>) -> Result<Merging, GgufFailure> {
     let merges = required("tokenizer.ggml.merges", header.texts("tokenizer.ggml.merges")?)?;
-    let name = required("tokenizer.ggml.pre", header.text("tokenizer.ggml.pre")?)?;
-    let (pre_tokenizer, normalizer, ignore_merges) = pre(name)?;
-    check_merges(&merges, vocabulary)?;
+    let name = header.text("tokenizer.ggml.pre")?.unwrap_or("default");
+    let (pre_tokenizer, normalizer, ignore_merges) = pre_tokenizer(name)?;
+    let merges = usable(merges, vocabulary)?;
     Ok(Merging {
         normalizer,
         pre_tokenizer,
@@ -191,23 +175,24 @@ fn byte_pairs(header: &Header, vocabulary: &Map<String, Value>) -> Result<Mergin
     })
 }
 
-/// Checks that each merge joins two tokens into another token.
-fn check_merges(merges: &[&str], vocabulary: &Map<String, Value>) -> Result<(), GgufFailure> {
-    for (number, merge) in merges.iter().enumerate() {
-        let problem = match merge.split_once(' ') {
+/// Returns the merges that join two tokens into another token. Some files have others, which their makers'
+/// vocabularies no longer contain.
+fn usable<'a>(merges: Vec<&'a str>, vocabulary: &Map<String, Value>) -> Result<Vec<&'a str>, GgufFailure> {
+    let mut kept = Vec::with_capacity(merges.len());
+    for (number, merge) in merges.into_iter().enumerate() {
+        match merge.split_once(' ') {
             Some((left, right)) if !right.contains(' ') => {
                 let joined = format!("{left}{right}");
-                let unknown = [left, right, &joined].into_iter().find(|text| !vocabulary.contains_key(*text));
-                unknown.map(|text| format!("{text:?} is not a token"))
+                let known = [left, right, &joined].iter().all(|text| vocabulary.contains_key(*text));
+                kept.extend(known.then_some(merge));
             }
-            _ => Some("it is not two strings separated by a space".to_owned()),
-        };
-        if let Some(problem) = problem {
-            return wrong(format!(
-                "merge {number} of \"tokenizer.ggml.merges\" is {merge:?}: {problem}; put the model's tokenizer.json \
-                 into the file's folder"
-            ));
+            _ => {
+                return wrong(format!(
+                    "merge {number} of \"tokenizer.ggml.merges\" is {merge:?}: it is not two strings separated by a space; \
+                     put the model's tokenizer.json into the file's folder"
+                ));
+            }
         }
     }
-    Ok(())
+    Ok(kept)
 }

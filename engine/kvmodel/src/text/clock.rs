@@ -17,13 +17,8 @@ impl TemplateClock {
     }
 
     /// Formats the time as C's `strftime` does, in English.
-    pub(super) fn strftime(&self, format: &str) -> Result<String, minijinja::Error> {
+    pub(super) fn strftime(&self, format: &str) -> Result<String, String> {
         let now = self.0.as_deref().map_or_else(Zoned::now, Zoned::clone);
-        strtime::format(format, &now).map_err(|error| {
-            minijinja::Error::new(
-                minijinja::ErrorKind::InvalidOperation,
-                format!("strftime_now({format:?}): {error}"),
-            )
-        })
+        strtime::format(format, &now).map_err(|error| format!("strftime_now({format:?}): {error}"))
     }
 }

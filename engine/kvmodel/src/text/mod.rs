@@ -5,28 +5,34 @@
 //! ```
 
 mod clock;
-mod generation;
-mod json;
+mod guard;
+mod jinja;
 mod message;
 mod stream;
 mod template;
+mod variable;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use serde_json::Value;
-use tokenizers::Tokenizer;
+use tokenizers::{AddedToken, Tokenizer};
 
 pub use message::{Message, Role};
 pub use stream::TextStream;
+pub use variable::Variable;
 
 use crate::error::{Error, Result};
 use crate::files::{FileContents, SmallFile};
+use guard::guarded;
 use template::ChatTemplate;
 
 /// A tokenizer, with the chat template that belongs to it.
-#[derive(Debug)]
+///
+/// A clone shares the tokenizer, so it is cheap.
+#[derive(Debug, Clone)]
 pub struct TextCodec {
-    tokenizer: Tokenizer,
+    tokenizer: Arc<Tokenizer>,
     digest: blake3::Hash,
     template: ChatTemplate,
 }
@@ -36,12 +42,16 @@ const TOKENIZER: &str = "tokenizer.json";
 /// The name of the file with the special tokens and the chat template.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
+/// The name of the file with special tokens that the other file may lack.
+const SPECIAL_TOKENS: &str = "special_tokens_map.json";
+
 /// A placeholder for a message's content, used to find the text that a template writes around the content.
 /// It is a private-use character that no template writes and no prompt needs.
 const MESSAGE: &str = "\u{F8FE}";
 
 impl TextCodec {
-    /// Reads `tokenizer.json`, and the chat template from `chat_template.jinja` or, if there is none, from
+    /// Reads `tokenizer.json`, the special tokens from `tokenizer_config.json` and, where it lacks them, from
+    /// `special_tokens_map.json`, and the chat template from `chat_template.jinja` or, if there is none, from
     /// `tokenizer_config.json`.
     ///
     /// # Errors
@@ -50,7 +60,11 @@ impl TextCodec {
     pub fn from_directory(dir: &Path) -> Result<Self> {
         let config_path = dir.join(TOKENIZER_CONFIG);
         let config = SmallFile::read_if_there(config_path.clone())?;
-        let config = config_of(config.as_ref().map(SmallFile::contents))?;
+        let mut config = config_of(config.as_ref().map(SmallFile::contents))?;
+        let special = SmallFile::read_if_there(dir.join(SPECIAL_TOKENS))?;
+        if let Value::Object(special) = config_of(special.as_ref().map(SmallFile::contents))? {
+            add_special(&mut config, special);
+        }
         let tokenizer = SmallFile::read(dir.join(TOKENIZER))?;
         let codec = Self::of(tokenizer.contents(), &config, &config_path.display().to_string())?;
         let Some(template) = SmallFile::read_if_there(dir.join("chat_template.jinja"))? else {
@@ -77,16 +91,29 @@ impl TextCodec {
     /// it is not the usual one.
     pub(crate) fn of(tokenizer: FileContents<'_>, config: &Value, place: &str) -> Result<Self> {
         let FileContents { path, bytes } = tokenizer;
-        let digest = blake3::hash(bytes);
-        let bad = |e: tokenizers::Error| Error::Tokenizer(e.to_string()).in_file(path);
-        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(bad)?;
-        // Some files contain limits that were set for training, but prompts must not be cut silently.
-        tokenizer.with_truncation(None).map_err(bad)?;
-        tokenizer.with_padding(None);
+        let read = || {
+            let mut tokenizer = Tokenizer::from_bytes(bytes)?;
+            let known = tokenizer.get_added_tokens_decoder();
+            let is_new = |token: &AddedToken| !known.values().any(|one| one.content == token.content);
+            let added: Vec<AddedToken> = added_tokens(config).into_iter().filter(is_new).collect();
+            tokenizer.add_tokens(added.iter().cloned())?;
+            // Some files contain limits that were set for training, but prompts must not be cut silently.
+            tokenizer.with_truncation(None)?;
+            tokenizer.with_padding(None);
+            Ok((tokenizer, added))
+        };
+        let (tokenizer, added) = guarded(read).map_err(|error| error.in_file(path))?;
+        let mut digest = blake3::Hasher::new();
+        digest.update(bytes);
+        if !added.is_empty() {
+            digest.update(format!("{added:?}").as_bytes());
+        }
+        let digest = digest.finalize();
+        let tokenizer = Arc::new(tokenizer);
         Ok(Self { tokenizer, digest, template: ChatTemplate::of(config, place) })
     }
 
-    /// Returns the hash of `tokenizer.json`, which identifies the tokenizer in cache keys.
+    /// Returns the hash of `tokenizer.json` and of the tokens that the config adds to it, which identifies the tokenizer in cache keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
     }
@@ -95,11 +122,10 @@ impl TextCodec {
     /// *before* the string. Special tokens after the string are always left out, because the prompt
     /// continues.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
-        let encoding = self.tokenizer.encode(text, special).map_err(|e| Error::Tokenizer(e.to_string()))?;
+        let encoding = guarded(|| self.tokenizer.encode(text, special))?;
         let mut end = encoding.len();
         if special {
-            let plain =
-                self.tokenizer.encode(text, false).map_err(|e| Error::Tokenizer(e.to_string()))?.len();
+            let plain = guarded(|| self.tokenizer.encode(text, false))?.len();
             let added = encoding.get_special_tokens_mask();
             while end > plain && added[end - 1] == 1 {
                 end -= 1;
@@ -110,15 +136,36 @@ impl TextCodec {
 
     /// Decodes tokens to text, without special tokens.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        self.tokenizer.decode(tokens, true).map_err(|e| Error::Tokenizer(e.to_string()))
+        guarded(|| self.tokenizer.decode(tokens, true))
     }
 
-    /// Encodes a conversation in the model's chat template, up to the beginning of the answer. The template
-    /// writes its own special tokens, so none are added.
+    /// Returns the codec with more variables for its chat template, such as `tools`, `documents`,
+    /// `enable_thinking` or `date_string`. A variable that is set again has the last value.
+    ///
+    /// ```
+    /// # fn with_tools(codec: &kvmodel::TextCodec, tools: &str) -> kvmodel::Result<kvmodel::TextCodec> {
+    /// use kvmodel::Variable;
+    /// codec.with_variables([
+    ///     ("enable_thinking".to_owned(), Variable::Bool(false)),
+    ///     ("tools".to_owned(), Variable::from_json(tools)?),
+    /// ])
+    /// # }
+    /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Messages`] if the last message is not the user's, and [`Error::Template`] if the
-    /// template fails or rejects the conversation.
+    /// Returns [`Error::Variable`] if a name is no name or is `messages`, or if `tools` or `documents` is not
+    /// a list of objects.
+    pub fn with_variables(&self, variables: impl IntoIterator<Item = (String, Variable)>) -> Result<Self> {
+        Ok(Self { template: self.template.clone().with_variables(variables)?, ..self.clone() })
+    }
+
+    /// Encodes a conversation in the model's chat template, up to the beginning of the answer, or, if the last
+    /// message is the model's, up to the end of its text. The template writes its own special tokens, so none
+    /// are added.
+    ///
+    /// # Errors
+    /// Returns [`Error::Messages`] if the last message cannot be answered ([`Message::check_answerable`]), and
+    /// [`Error::Template`] if the template fails, rejects the conversation, or exceeds its budget.
     pub fn conversation(&self, messages: &[Message]) -> Result<Vec<u32>> {
         Message::check_answerable(messages)?;
         self.encode(&self.template.render(messages)?, false)
@@ -154,6 +201,39 @@ fn config_of(file: Option<FileContents<'_>>) -> Result<Value> {
     serde_json::from_slice(bytes).map_err(|e| Error::Tokenizer(e.to_string()).in_file(path))
 }
 
+/// Adds special tokens that a config lacks.
+fn add_special(config: &mut Value, special: serde_json::Map<String, Value>) {
+    if config.is_null() {
+        *config = Value::Object(serde_json::Map::new());
+    }
+    let Value::Object(config) = config else { return };
+    for (name, token) in special {
+        let slot = config.entry(name).or_insert(Value::Null);
+        if slot.is_null() {
+            *slot = token;
+        }
+    }
+}
+
+/// Returns the tokens under `added_tokens_decoder` of a `tokenizer_config.json`, in the order of their IDs. As in
+/// transformers, those that `tokenizer.json` lacks are added to it.
+fn added_tokens(config: &Value) -> Vec<AddedToken> {
+    let listed = config.get("added_tokens_decoder").and_then(Value::as_object);
+    let mut tokens: Vec<(u32, AddedToken)> = listed
+        .into_iter()
+        .flatten()
+        .filter_map(|(id, token)| {
+            let is = |name: &str| token.get(name).and_then(Value::as_bool).unwrap_or(false);
+            let added = AddedToken::from(token.get("content")?.as_str()?, is("special"));
+            let added = added.lstrip(is("lstrip")).rstrip(is("rstrip"));
+            let added = added.single_word(is("single_word")).normalized(is("normalized"));
+            Some((id.parse().ok()?, added))
+        })
+        .collect();
+    tokens.sort_by_key(|(id, _)| *id);
+    tokens.into_iter().map(|(_, token)| token).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -180,9 +260,54 @@ mod tests {
         let codec = codec(Some(r#"{"chat_template":"a"}"#));
         let error = codec.conversation(&[]).unwrap_err().to_string();
         assert!(error.contains("the list is empty"), "{error}");
-        let messages = [Message::new(Role::User, "a"), Message::new(Role::Assistant, "b")];
+        let messages = [Message::new(Role::User, "a"), Message::new(Role::System, "b")];
         let error = codec.conversation(&messages).unwrap_err().to_string();
-        assert!(error.contains("the last message, 2, has the role assistant"), "{error}");
+        assert!(error.contains("the last message, 2, has the role system"), "{error}");
+    }
+
+    /// A template that writes `a` in front of each message, `b` behind it, and `c` in front of an answer.
+    const TURNS: &str = r#"{"chat_template":"{% for m in messages %}a {{ m.content }} b {% endfor %}{% if add_generation_prompt %}c{% endif %}{% if tools %}{{ tools[0].name }}{% endif %}{{ more }}"}"#;
+
+    #[test]
+    fn the_beginning_of_an_answer_is_continued() {
+        let codec = codec(Some(TURNS));
+        let user = Message::new(Role::User, "c");
+        assert_eq!(codec.conversation(std::slice::from_ref(&user)).unwrap(), [3, 5, 4, 5]);
+        for (text, ends) in
+            [("b c", vec![3, 5, 4, 3, 4, 5]), ("c ", vec![3, 5, 4, 3, 5]), ("a\n", vec![3, 5, 4, 3, 3])]
+        {
+            let begun = [user.clone(), Message::new(Role::Assistant, text)];
+            assert_eq!(codec.conversation(&begun).unwrap(), ends, "{text:?}");
+        }
+        let silent = TextCodec::from_bytes(WORDS.as_bytes(), Some(br#"{"chat_template":"a"}"#)).unwrap();
+        let error = silent.conversation(&[Message::new(Role::Assistant, "b")]).unwrap_err().to_string();
+        assert!(error.contains("does not write the text of the last message"), "{error}");
+    }
+
+    #[test]
+    fn variables_of_the_caller_reach_the_template() {
+        let codec = codec(Some(TURNS));
+        let with =
+            |name: &str, json: &str| codec.with_variables([(name.to_owned(), Variable::from_argument(json))]);
+        let asked = |codec: Result<TextCodec>| {
+            codec.and_then(|codec| codec.conversation(&[Message::new(Role::User, "c")]))
+        };
+        assert_eq!(asked(with("more", " b")).unwrap(), [3, 5, 4, 5, 4]);
+        assert_eq!(asked(with("add_generation_prompt", "false")).unwrap(), [3, 5, 4]);
+        assert_eq!(asked(with("tools", r#"[{"name": " b"}]"#)).unwrap(), [3, 5, 4, 5, 4]);
+        let twice = with("more", " b").unwrap().with_variables([("more".to_owned(), " a".into())]);
+        assert_eq!(asked(twice).unwrap(), [3, 5, 4, 5, 3], "the last value counts");
+        for (name, json, expected) in [
+            ("messages", "[]", "the conversation itself"),
+            ("no name", "1", "\"no name\" is not a name"),
+            ("", "1", "is not a name"),
+            ("tools", "\"a\"", "must be a list of objects"),
+            ("documents", "[1]", "must be a list of objects"),
+            ("add_generation_prompt", "1", "must be true or false"),
+        ] {
+            let error = asked(with(name, json)).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
     }
 
     #[test]
@@ -206,6 +331,81 @@ mod tests {
         assert_eq!(once.around_message(&[]).unwrap(), ("a ".to_owned(), " c".to_owned()));
         let twice = codec(Some(r#"{"chat_template":"{{ messages[0].content }}{{ messages[0].content }}"}"#));
         assert!(matches!(twice.around_message(&[]), Err(Error::Template { .. })));
+    }
+
+    #[test]
+    fn tokens_that_only_the_config_lists_are_added() {
+        let config = r#"{"added_tokens_decoder":{"7":{"content":"<y>","special":false},"6":{"content":"<x>","special":true},
+            "0":{"content":"<s>","special":true},"8":5,"z":{"content":"no"}}}"#;
+        let (plain, with) = (codec(None), codec(Some(config)));
+        assert_eq!(with.encode("a<x>b <y>", false).unwrap(), [3, 6, 4, 7]);
+        assert_eq!(with.decode(&[3, 6, 4, 7]).unwrap(), "a b <y>", "a special token has no text");
+        assert!(with.special_token("<x>") == Some(6) && with.special_token("<y>").is_none());
+        assert_ne!(plain.digest(), with.digest(), "other tokens, other keys");
+        let same = r#"{"added_tokens_decoder":{"0":{"content":"<s>","special":true}}}"#;
+        assert_eq!(plain.digest(), codec(Some(same)).digest());
+    }
+
+    #[test]
+    fn special_tokens_of_their_own_file_fill_gaps() {
+        let place = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(place.path().join(name), text).unwrap();
+        let template = r#""chat_template":"{{ bos_token }}|{{ eos_token }}|{{ pad_token is defined }}|{{ messages[0].content }}""#;
+        write(TOKENIZER, WORDS);
+        write(SPECIAL_TOKENS, r#"{"bos_token":{"content":"a"},"eos_token":"b","pad_token":null}"#);
+        let shown = || {
+            let codec = TextCodec::from_directory(place.path())?;
+            codec.template.render(&[Message::new(Role::User, "c")])
+        };
+        write(TOKENIZER_CONFIG, &format!("{{{template}}}"));
+        assert_eq!(shown().unwrap(), "a|b|False|c");
+        write(TOKENIZER_CONFIG, &format!(r#"{{"bos_token":"c","eos_token":null,{template}}}"#));
+        assert_eq!(shown().unwrap(), "c|b|False|c", "the config counts first");
+        std::fs::remove_file(place.path().join(TOKENIZER_CONFIG)).unwrap();
+        write("chat_template.jinja", "{{ eos_token }}");
+        assert_eq!(shown().unwrap(), "b");
+        write(SPECIAL_TOKENS, "[");
+        let error = shown().unwrap_err().to_string();
+        assert!(error.contains(SPECIAL_TOKENS), "{error}");
+    }
+
+    /// Files that make the tokenizer library panic or fail, cut off and contradicting themselves.
+    #[test]
+    fn damaged_tokenizers_are_errors_and_never_panics() {
+        let said = |text: &str| {
+            let loaded = TextCodec::from_bytes(text.as_bytes(), None);
+            loaded.and_then(|codec| codec.encode("a b c", true)).map(drop).map_err(|error| error.to_string())
+        };
+        let mut failed = 0;
+        for end in 0..WORDS.trim_end().len() {
+            let error = said(&WORDS[..end]).expect_err("a file that is cut off");
+            assert!(error.starts_with("tokenizer.json: "), "{error}");
+            failed += 1;
+        }
+        for (from, to) in [
+            (r#""type":"WordLevel""#, r#""type":"Unigram""#),
+            (r#""special_tokens":{"#, r#""special_tokens":5,"x":{"#),
+            (r#""Whitespace""#, r#""Nothing""#),
+            (r#""vocab":{"#, r#""vocab":null,"x":{"#),
+            (r#""unk_token":"?","#, ""),
+        ] {
+            let changed = WORDS.replace(from, to);
+            assert_ne!(changed, WORDS);
+            said(&changed).expect_err(to);
+            failed += 1;
+        }
+        assert!(failed > 500);
+        // A BPE model whose merges name no tokens, and a template that names none.
+        for model in [
+            r#"{"type":"BPE","vocab":{"a":0},"merges":["a b"]}"#,
+            r#"{"type":"BPE","vocab":{"a":0,"b":1},"merges":["a b"]}"#,
+            r#"{"type":"Unigram","vocab":[["a",0.0]],"unk_id":7}"#,
+            r#"{"type":"WordPiece","vocab":{},"unk_token":"?"}"#,
+        ] {
+            let text = format!(r#"{{"version":"1.0","added_tokens":[],"model":{model}}}"#);
+            let error = said(&text).expect_err(model);
+            assert!(error.contains("tokenizer"), "{error}");
+        }
     }
 
     #[test]

@@ -8,6 +8,8 @@ mod common;
 mod decoys;
 mod exactness;
 mod gguf;
+mod gguf_fields;
+mod gguf_tokenizers;
 #[allow(dead_code, reason = "unit tests use the rest")]
 mod greedy;
 mod rope;

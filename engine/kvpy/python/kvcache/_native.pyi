@@ -698,6 +698,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat: bool = False,
+        template_args: dict[str, object] | None = None,
+    ) -> list[RequestOutput]: ...
+    def chat(
+        self,
+        messages: Sequence[dict[str, object]] | Sequence[Sequence[dict[str, object]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template_args: dict[str, object] | None = None,
     ) -> list[RequestOutput]: ...
     def get_chunk_cache_stats(self) -> ChunkCacheMetrics: ...
 

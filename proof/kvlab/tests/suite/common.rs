@@ -11,7 +11,7 @@ use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
 pub(crate) fn tiny_rag() -> (Engine, TextCodec, World) {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
     let world = World::from_json(&std::fs::read_to_string(folder.join("world.json")).unwrap()).unwrap();
-    let ModelDirectory { model, codec } =
+    let ModelDirectory { model, codec, .. } =
         ModelDirectory::load(&folder, WeightFormat::Stored, &mut |_, _| ()).unwrap();
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let config = EngineConfig { chunks, kv_memory: Some(16 << 20), ..EngineConfig::default() };

@@ -53,7 +53,7 @@ fn local_questions(per_draw: usize) -> Vec<Vec<Question>> {
 
 #[test]
 fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell() {
-    let ModelDirectory { model, codec } =
+    let ModelDirectory { model, codec, .. } =
         ModelDirectory::load(&folder(), WeightFormat::Stored, &mut |_, _| ()).unwrap();
     // The pool has room for all of a question's documents, so every one is found.
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
@@ -81,7 +81,7 @@ fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell
 
 #[test]
 fn any_text_encodes_and_long_prompts_fit() {
-    let ModelDirectory { model, codec } =
+    let ModelDirectory { model, codec, .. } =
         ModelDirectory::load(&folder(), WeightFormat::Stored, &mut |_, _| ()).unwrap();
     assert!(model.config().max_positions >= 1024);
     for text in ["Zürich, 東京 and 🚆!", "\u{0}\u{7f}", "ALBA   is\nred"] {
@@ -95,7 +95,7 @@ fn any_text_encodes_and_long_prompts_fit() {
 /// Divergence ranks arms by their distance from full attention.
 #[test]
 fn divergences_are_zero_where_everything_is_recomputed_and_large_where_answers_are_lost() {
-    let ModelDirectory { model, codec } =
+    let ModelDirectory { model, codec, .. } =
         ModelDirectory::load(&folder(), WeightFormat::Stored, &mut |_, _| ()).unwrap();
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let config = EngineConfig { chunks, ..EngineConfig::default() };

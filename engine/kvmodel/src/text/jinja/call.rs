@@ -1,0 +1,314 @@
+//! Attributes, items and calls of values.
+
+use std::cell::Cell;
+use std::rc::Rc;
+
+use super::arguments::{Arguments, needed, text_of};
+use super::evaluate::Evaluator;
+use super::fault::{Fault, Run, fail};
+use super::value::{Function, LoopState, Value};
+use super::{operate, text_methods};
+
+/// The global functions.
+const GLOBALS: [&str; 7] =
+    ["range", "dict", "namespace", "cycler", "joiner", "raise_exception", "strftime_now"];
+
+const DICT_METHODS: [&str; 5] = ["get", "items", "keys", "values", "copy"];
+const LIST_METHODS: [&str; 3] = ["count", "index", "copy"];
+const TUPLE_METHODS: [&str; 2] = ["count", "index"];
+const LOOP_METHODS: [&str; 2] = ["cycle", "changed"];
+const CYCLER_METHODS: [&str; 2] = ["next", "reset"];
+/// Methods that change a value, which templates must not call.
+const CHANGING: [&str; 13] = [
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "remove",
+    "reverse",
+    "setdefault",
+    "sort",
+    "update",
+    "add",
+    "discard",
+];
+
+/// Returns a global function.
+pub(super) fn global(name: &str) -> Option<Value> {
+    let name = GLOBALS.into_iter().find(|known| *known == name)?;
+    Some(Value::Function(Rc::new(Function::Global(name))))
+}
+
+impl Evaluator<'_> {
+    /// Returns `value.name`: a method or a field of the value, or else its item with this key.
+    pub(super) fn attribute(&self, value: &Value, name: &str) -> Run<Value> {
+        if let Some(found) = self.own_attribute(value, name)? {
+            return Ok(found);
+        }
+        match value {
+            Value::Undefined(words) => fail(&**words),
+            Value::Dict(dict) if dict.field(name).is_some() => {
+                Ok(dict.field(name).cloned().unwrap_or(Value::None))
+            }
+            other => Ok(lacking(other, &format!("attribute '{name}'"))),
+        }
+    }
+
+    /// Returns `value[key]`: the item, or else, for a key that is a text, the attribute of this name.
+    pub(super) fn item(&self, value: &Value, key: &Value) -> Run<Value> {
+        let found = match (value, key) {
+            (Value::Undefined(words), _) => return fail(&**words),
+            (Value::Dict(dict), key) => dict.get(key, self.budget)?.cloned(),
+            (value, key) => key.as_int().and_then(|index| operate::element(value, index)),
+        };
+        match (found, key) {
+            (Some(found), _) => Ok(found),
+            (None, Value::Text(name)) => match self.own_attribute(value, name)? {
+                Some(found) => Ok(found),
+                None => Ok(lacking(value, &format!("attribute '{name}'"))),
+            },
+            (None, key) => Ok(lacking(value, &format!("element {}", self.printer().repr(key)?))),
+        }
+    }
+
+    /// Returns a method of the value, or a field of a loop or a namespace.
+    fn own_attribute(&self, value: &Value, name: &str) -> Run<Option<Value>> {
+        let methods: &[&str] = match value {
+            Value::Text(_) => &text_methods::METHODS,
+            Value::Dict(_) => &DICT_METHODS,
+            Value::List(_) => &LIST_METHODS,
+            // The groups of the filter `groupby` are pairs with names.
+            Value::Tuple(pair) if pair.items.len() == 2 && name == "grouper" => {
+                return Ok(pair.items.first().cloned());
+            }
+            Value::Tuple(pair) if pair.items.len() == 2 && name == "list" => {
+                return Ok(pair.items.last().cloned());
+            }
+            Value::Tuple(_) | Value::Range { .. } => &TUPLE_METHODS,
+            Value::Loop(state) => {
+                if let Some(field) = loop_field(state, name) {
+                    return Ok(Some(field));
+                }
+                &LOOP_METHODS
+            }
+            Value::Namespace(number) => {
+                let fields = self.namespaces.get(*number).map(Vec::as_slice).unwrap_or_default();
+                return Ok(fields.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone()));
+            }
+            Value::Function(function) => match &**function {
+                Function::Cycler(items, at) if name == "current" => return Ok(items.get(at.get()).cloned()),
+                Function::Cycler(..) => &CYCLER_METHODS,
+                Function::Macro(number) if name == "name" => {
+                    return Ok(Some(self.macros[*number].declaration.name.into()));
+                }
+                _ => &[],
+            },
+            _ => &[],
+        };
+        if matches!(value, Value::List(_) | Value::Dict(_)) && CHANGING.contains(&name) {
+            let words = format!("access to attribute '{name}' of '{}' object is unsafe.", value.kind());
+            let field = matches!(value, Value::Dict(dict) if dict.field(name).is_some());
+            return Ok((!field).then(|| Value::Undefined(words.into())));
+        }
+        let method = methods.contains(&name).then(|| Function::Method(value.clone(), name.into()));
+        method.map(|method| Value::function(self.budget, method)).transpose()
+    }
+
+    /// Calls a value.
+    pub(super) fn call(&mut self, callee: &Value, arguments: Arguments) -> Run<Value> {
+        self.budget.steps(1)?;
+        match callee {
+            Value::Undefined(words) => fail(&**words),
+            Value::Loop(state) => {
+                let [items] = arguments.of("loop", ["iterable"])?;
+                self.repeat_again(state, &needed("loop", "iterable", items)?)
+            }
+            Value::Function(function) => match &**function {
+                Function::Global(name) => self.call_global(name, arguments),
+                Function::Macro(number) => self.call_macro(*number, arguments),
+                Function::Method(value, method) => self.call_method(value, method, arguments),
+                Function::Joiner(separator, called) => {
+                    let first = !called.replace(true);
+                    Ok(if first { "".into() } else { separator.clone() })
+                }
+                Function::Cycler(..) => fail("'Cycler' object is not callable"),
+            },
+            other => fail(format!("'{}' object is not callable", other.kind())),
+        }
+    }
+
+    fn call_global(&mut self, name: &str, arguments: Arguments) -> Run<Value> {
+        match name {
+            "range" => operate::range(&arguments.positional),
+            "dict" => {
+                let Arguments { positional, named } = arguments;
+                let mut pairs = Vec::new();
+                for value in positional {
+                    pairs.extend(self.pairs(&value)?);
+                }
+                pairs.extend(named.into_iter().map(|(name, value)| (Value::from(&*name), value)));
+                Value::dict(self.budget, pairs)
+            }
+            "namespace" => {
+                let number = self.namespaces.len();
+                self.budget.memory(64)?;
+                self.namespaces.push(Vec::new());
+                let Arguments { positional, named } = arguments;
+                for value in positional {
+                    for (name, value) in self.pairs(&value)? {
+                        self.set_field(number, text_of("namespace", &name)?, value)?;
+                    }
+                }
+                for (name, value) in named {
+                    self.set_field(number, &name, value)?;
+                }
+                Ok(Value::Namespace(number))
+            }
+            "cycler" if arguments.positional.is_empty() => fail("at least one item has to be provided"),
+            "cycler" => Value::function(self.budget, Function::Cycler(arguments.positional, Cell::new(0))),
+            "joiner" => {
+                let [separator] = arguments.of("joiner", ["sep"])?;
+                let separator = separator.unwrap_or_else(|| ", ".into());
+                Value::function(self.budget, Function::Joiner(separator, Cell::new(false)))
+            }
+            "raise_exception" => {
+                let [message] = arguments.of("raise_exception", ["message"])?;
+                let message = needed("raise_exception", "message", message)?;
+                Err(Fault::refused(self.printer().text(&message)?))
+            }
+            "strftime_now" => {
+                let [format] = arguments.of("strftime_now", ["format"])?;
+                let format = needed("strftime_now", "format", format)?;
+                let format = text_of("strftime_now", &format)?;
+                self.budget.memory(format.len().saturating_mul(32))?;
+                Value::text(self.budget, self.clock.strftime(format).map_err(Fault::failed)?)
+            }
+            other => fail(format!("'{other}' is undefined")),
+        }
+    }
+
+    /// Returns the pairs of a dictionary, or of a list of pairs.
+    pub(super) fn pairs(&self, value: &Value) -> Run<Vec<(Value, Value)>> {
+        if let Value::Dict(dict) = value {
+            self.budget.memory(dict.entries.len() * size_of::<(Value, Value)>())?;
+            return Ok(dict.entries.clone());
+        }
+        let pair = |item: Value| match <[Value; 2]>::try_from(item.items(self.budget)?) {
+            Ok([key, value]) => Ok((key, value)),
+            Err(_) => fail("an element of a list of pairs is not a pair"),
+        };
+        value.items(self.budget)?.into_iter().map(pair).collect()
+    }
+
+    fn call_method(&mut self, value: &Value, method: &str, arguments: Arguments) -> Run<Value> {
+        match value {
+            Value::Text(text) => text_methods::call(self, text, method, arguments),
+            Value::Dict(dict) => match method {
+                "get" => {
+                    let [key, default] = arguments.of("get", ["key", "default"])?;
+                    let found = dict.get(&needed("get", "key", key)?, self.budget)?.cloned();
+                    Ok(found.or(default).unwrap_or(Value::None))
+                }
+                "copy" => Ok(value.clone()),
+                "keys" => Value::list(self.budget, value.items(self.budget)?),
+                "values" => {
+                    let values = dict.entries.iter().map(|(_, value)| value.clone()).collect();
+                    Value::list(self.budget, values)
+                }
+                _ => {
+                    let pair = |(key, value): &(Value, Value)| {
+                        Value::tuple(self.budget, vec![key.clone(), value.clone()])
+                    };
+                    Value::list(self.budget, dict.entries.iter().map(pair).collect::<Run<_>>()?)
+                }
+            },
+            Value::Loop(state) => self.call_loop(state, method, arguments),
+            Value::Function(function) => match (&**function, method) {
+                (Function::Cycler(items, at), "next") => {
+                    let current = items.get(at.get()).cloned().unwrap_or(Value::None);
+                    at.set((at.get() + 1) % items.len().max(1));
+                    Ok(current)
+                }
+                (Function::Cycler(_, at), _) => {
+                    at.set(0);
+                    Ok(Value::None)
+                }
+                _ => fail(format!("function has no method {method}")),
+            },
+            value if method == "copy" => Ok(value.clone()),
+            value => {
+                let [wanted] = arguments.of(method, ["value"])?;
+                let wanted = needed(method, "value", wanted)?;
+                let mut places = Vec::new();
+                for (i, item) in value.items(self.budget)?.iter().enumerate() {
+                    if item.equals(&wanted, self.budget)? {
+                        places.push(i);
+                    }
+                }
+                match (method, places.first()) {
+                    ("count", _) => Ok(places.len().into()),
+                    (_, Some(first)) => Ok((*first).into()),
+                    (_, None) => fail(format!("{} is not in list", self.printer().repr(&wanted)?)),
+                }
+            }
+        }
+    }
+
+    fn call_loop(&mut self, state: &LoopState, method: &str, arguments: Arguments) -> Run<Value> {
+        let items = arguments.positional;
+        if method == "cycle" {
+            return match items.len() {
+                0 => fail("no items for cycling given"),
+                len => Ok(items[state.index.get() % len].clone()),
+            };
+        }
+        let mut seen = state.seen.borrow_mut();
+        let same = match &*seen {
+            Some(seen) if seen.len() == items.len() => {
+                let mut same = true;
+                for (a, b) in seen.iter().zip(&items) {
+                    same &= a.equals(b, self.budget)?;
+                }
+                same
+            }
+            _ => false,
+        };
+        *seen = Some(items);
+        Ok(Value::Bool(!same))
+    }
+}
+
+/// Returns a field of `loop`.
+fn loop_field(state: &LoopState, name: &str) -> Option<Value> {
+    let (index, len) = (state.index.get(), state.items.len());
+    let near = |at: Option<usize>| {
+        let item = at.and_then(|at| state.items.get(at)).cloned();
+        item.unwrap_or_else(|| Value::Undefined("there is no item beside this one in the loop".into()))
+    };
+    Some(match name {
+        "index" => (index + 1).into(),
+        "index0" => index.into(),
+        "revindex" => (len - index).into(),
+        "revindex0" => (len - index - 1).into(),
+        "first" => (index == 0).into(),
+        "last" => (index + 1 == len).into(),
+        "length" => len.into(),
+        "depth" => (state.depth + 1).into(),
+        "depth0" => state.depth.into(),
+        "previtem" => near(index.checked_sub(1)),
+        "nextitem" => near(Some(index + 1)),
+        _ => return None,
+    })
+}
+
+/// Returns the value of an attribute or an element that a value lacks.
+fn lacking(value: &Value, what: &str) -> Value {
+    let owner = match value {
+        Value::None => "None".to_owned(),
+        other => format!("{} object", other.kind()),
+    };
+    let owner = if what.starts_with("attribute") { format!("'{owner}'") } else { owner };
+    Value::Undefined(format!("{owner} has no {what}").into())
+}

@@ -1,0 +1,324 @@
+//! Operators on values, as Python defines them.
+
+use std::cmp::Ordering;
+
+use super::budget::Budget;
+use super::fault::{Fault, Run, fail};
+use super::value::Value;
+
+/// A binary operator on numbers, texts and lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operator {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    FloorDiv,
+    Rem,
+    Pow,
+}
+
+impl Operator {
+    fn sign(self) -> &'static str {
+        match self {
+            Self::Add => "+",
+            Self::Sub => "-",
+            Self::Mul => "*",
+            Self::Div => "/",
+            Self::FloorDiv => "//",
+            Self::Rem => "%",
+            Self::Pow => "** or pow()",
+        }
+    }
+}
+
+/// Returns the error that an undefined operand is.
+pub(super) fn defined(value: &Value) -> Run<&Value> {
+    match value {
+        Value::Undefined(words) => fail(&**words),
+        value => Ok(value),
+    }
+}
+
+/// Applies an operator. A text as the left operand of `%` is not handled here.
+pub(super) fn binary(budget: &Budget, op: Operator, a: &Value, b: &Value) -> Run<Value> {
+    match (op, defined(a)?, defined(b)?) {
+        (Operator::Add, Value::Text(a), Value::Text(b)) => {
+            budget.memory(a.len() + b.len())?;
+            Value::text(budget, [&**a, &**b].concat())
+        }
+        (Operator::Add, Value::List(a), Value::List(b)) => {
+            budget.memory((a.items.len() + b.items.len()) * size_of::<Value>())?;
+            Value::list(budget, [&*a.items, &*b.items].concat())
+        }
+        (Operator::Add, Value::Tuple(a), Value::Tuple(b)) => {
+            budget.memory((a.items.len() + b.items.len()) * size_of::<Value>())?;
+            Value::tuple(budget, [&*a.items, &*b.items].concat())
+        }
+        (Operator::Mul, container @ (Value::Text(_) | Value::List(_) | Value::Tuple(_)), count)
+        | (Operator::Mul, count, container @ (Value::Text(_) | Value::List(_) | Value::Tuple(_)))
+            if count.as_int().is_some() =>
+        {
+            let count = count.as_int().unwrap_or(0).max(0);
+            repeat(budget, container, usize::try_from(count).unwrap_or(usize::MAX))
+        }
+        (op, a, b) => match (a.as_int(), b.as_int(), a.as_float(), b.as_float()) {
+            (Some(a), Some(b), ..) => whole(op, a, b),
+            (.., Some(a), Some(b)) => real(op, a, b),
+            _ => fail(format!(
+                "unsupported operand type(s) for {}: '{}' and '{}'",
+                op.sign(),
+                a.kind(),
+                b.kind()
+            )),
+        },
+    }
+}
+
+/// Repeats a text, a list or a tuple.
+fn repeat(budget: &Budget, container: &Value, count: usize) -> Run<Value> {
+    match container {
+        Value::Text(text) => {
+            budget.memory(text.len().saturating_mul(count))?;
+            Value::text(budget, text.repeat(count))
+        }
+        Value::List(items) | Value::Tuple(items) => {
+            let len = items.items.len().saturating_mul(count);
+            budget.memory(len.saturating_mul(size_of::<Value>()))?;
+            let repeated = std::iter::repeat_n(&items.items, if len > 0 { count } else { 0 });
+            let repeated = repeated.flatten().cloned().collect();
+            match container {
+                Value::List(_) => Value::list(budget, repeated),
+                _ => Value::tuple(budget, repeated),
+            }
+        }
+        other => fail(format!("'{}' object cannot be repeated", other.kind())),
+    }
+}
+
+fn too_large() -> Fault {
+    Fault::limit("a whole number is outside the range of 128 bits")
+}
+
+fn whole(op: Operator, a: i128, b: i128) -> Run<Value> {
+    let zero = || Fault::failed("division by zero");
+    let number = match op {
+        Operator::Add => a.checked_add(b),
+        Operator::Sub => a.checked_sub(b),
+        Operator::Mul => a.checked_mul(b),
+        Operator::Div if b == 0 => return Err(zero()),
+        Operator::Div => return Ok(Value::Float(a as f64 / b as f64)),
+        Operator::FloorDiv | Operator::Rem if b == 0 => return Err(zero()),
+        Operator::FloorDiv => {
+            a.checked_div_euclid(b).map(|q| if b < 0 && a.rem_euclid(b) != 0 { q - 1 } else { q })
+        }
+        Operator::Rem => a.checked_rem_euclid(b).map(|rest| if b < 0 && rest != 0 { rest + b } else { rest }),
+        Operator::Pow if b < 0 && a == 0 => return Err(zero()),
+        Operator::Pow if b < 0 => return Ok(Value::Float((a as f64).powf(b as f64))),
+        Operator::Pow => u32::try_from(b).ok().and_then(|b| a.checked_pow(b)),
+    };
+    number.map(Value::Int).ok_or_else(too_large)
+}
+
+fn real(op: Operator, a: f64, b: f64) -> Run<Value> {
+    if b == 0.0 && matches!(op, Operator::Div | Operator::FloorDiv | Operator::Rem) {
+        return fail("float division by zero");
+    }
+    let modulo = || {
+        let rest = a % b;
+        if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }
+    };
+    Ok(Value::Float(match op {
+        Operator::Add => a + b,
+        Operator::Sub => a - b,
+        Operator::Mul => a * b,
+        Operator::Div => a / b,
+        Operator::FloorDiv => ((a - modulo()) / b).round(),
+        Operator::Rem => modulo(),
+        Operator::Pow => a.powf(b),
+    }))
+}
+
+/// Returns the negative of a number.
+pub(super) fn negative(value: &Value) -> Run<Value> {
+    match (defined(value)?, value.as_int()) {
+        (Value::Float(x), _) => Ok(Value::Float(-x)),
+        (_, Some(x)) => x.checked_neg().map(Value::Int).ok_or_else(too_large),
+        (other, None) => fail(format!("bad operand type for unary -: '{}'", other.kind())),
+    }
+}
+
+/// Compares two values. Returns `None` if one of them is not a number (NaN).
+pub(super) fn compare(budget: &Budget, a: &Value, b: &Value) -> Run<Option<Ordering>> {
+    budget.steps(1)?;
+    match (defined(a)?, defined(b)?) {
+        (Value::Text(a), Value::Text(b)) => {
+            budget.steps(a.len().min(b.len()) >> 10)?;
+            Ok(Some(a.cmp(b)))
+        }
+        (Value::List(a), Value::List(b)) | (Value::Tuple(a), Value::Tuple(b)) => {
+            for (a, b) in a.items.iter().zip(&b.items) {
+                if !a.equals(b, budget)? {
+                    return compare(budget, a, b);
+                }
+            }
+            Ok(Some(a.items.len().cmp(&b.items.len())))
+        }
+        (a, b) => match (a.as_int(), b.as_int(), a.as_float(), b.as_float()) {
+            (Some(a), Some(b), ..) => Ok(Some(a.cmp(&b))),
+            (.., Some(a), Some(b)) => Ok(a.partial_cmp(&b)),
+            _ => fail(format!("'<' not supported between instances of '{}' and '{}'", a.kind(), b.kind())),
+        },
+    }
+}
+
+/// Returns true if `container` contains `item`.
+pub(super) fn contains(budget: &Budget, container: &Value, item: &Value) -> Run<bool> {
+    let any = |items: &[Value]| -> Run<bool> {
+        for one in items {
+            if one.equals(item, budget)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    };
+    match container {
+        Value::Text(text) => match item {
+            Value::Text(part) => {
+                budget.steps(text.len() >> 8)?;
+                Ok(text.contains(&**part))
+            }
+            other => fail(format!("'in <string>' requires string as left operand, not {}", other.kind())),
+        },
+        Value::List(items) | Value::Tuple(items) => any(&items.items),
+        Value::Loop(state) => any(&state.items),
+        Value::Dict(dict) => Ok(dict.get(item, budget)?.is_some()),
+        Value::Range { start, len, step } => Ok(item.as_int().is_some_and(|n| {
+            let ahead = n - start;
+            ahead % step == 0 && (0..*len as i128).contains(&(ahead / step))
+        })),
+        Value::Undefined(_) => Ok(false),
+        other => fail(format!("argument of type '{}' is not iterable", other.kind())),
+    }
+}
+
+/// Returns the element at an index, or `None` if the value has no element there. Negative indices count from
+/// the end.
+pub(super) fn element(value: &Value, index: i128) -> Option<Value> {
+    let len = value.len()?;
+    let at = usize::try_from(if index < 0 { index + len as i128 } else { index }).ok()?;
+    match value {
+        Value::List(items) | Value::Tuple(items) => items.items.get(at).cloned(),
+        Value::Range { start, step, .. } if at < len => Some(Value::Int(start + step * at as i128)),
+        Value::Text(text) => text.chars().nth(at).map(|c| (&*c.encode_utf8(&mut [0; 4])).into()),
+        _ => None,
+    }
+}
+
+/// Returns the elements `[start:stop:step]` of a text, a list or a tuple.
+pub(super) fn slice(
+    budget: &Budget,
+    value: &Value,
+    start: Option<i128>,
+    stop: Option<i128>,
+    step: Option<i128>,
+) -> Run<Value> {
+    let len = match defined(value)? {
+        Value::Text(_) | Value::List(_) | Value::Tuple(_) | Value::Range { .. } => value.len().unwrap_or(0),
+        other => return fail(format!("'{}' object is not subscriptable by a slice", other.kind())),
+    };
+    let step = step.unwrap_or(1);
+    if step == 0 {
+        return fail("slice step cannot be zero");
+    }
+    let len = len as i128;
+    let (lowest, highest) = if step > 0 { (0, len) } else { (-1, len - 1) };
+    let bound = |bound: Option<i128>, absent: i128| match bound {
+        None => absent,
+        Some(n) if n < 0 => n.saturating_add(len).max(lowest),
+        Some(n) => n.min(highest),
+    };
+    let (first, end) = match step > 0 {
+        true => (bound(start, 0), bound(stop, len)),
+        false => (bound(start, len - 1), bound(stop, -1)),
+    };
+    let mut places = Vec::new();
+    let mut at = first;
+    while (step > 0 && at < end) || (step < 0 && at > end) {
+        places.push(at as usize);
+        at = at.saturating_add(step);
+    }
+    budget.memory(places.len() * 8)?;
+    if let Value::Text(text) = value {
+        budget.memory(text.len())?;
+        if step == 1 {
+            let text: String = text.chars().skip(first as usize).take(places.len()).collect();
+            return Value::text(budget, text);
+        }
+        let chars: Vec<char> = text.chars().collect();
+        budget.memory(4 * chars.len())?;
+        return Value::text(budget, places.into_iter().filter_map(|i| chars.get(i)).collect::<String>());
+    }
+    let picked: Vec<Value> = places.into_iter().filter_map(|i| element(value, i as i128)).collect();
+    match value {
+        Value::Tuple(_) => Value::tuple(budget, picked),
+        _ => Value::list(budget, picked),
+    }
+}
+
+/// Sorts values by their keys, stably. The order may fail, which the standard sorts do not allow.
+pub(super) fn sorted(budget: &Budget, keyed: Vec<(Value, Value)>) -> Run<Vec<Value>> {
+    budget.memory(2 * keyed.len() * size_of::<(Value, Value)>())?;
+    Ok(merge_sorted(budget, keyed)?.into_iter().map(|(_, value)| value).collect())
+}
+
+fn merge_sorted(budget: &Budget, mut keyed: Vec<(Value, Value)>) -> Run<Vec<(Value, Value)>> {
+    if keyed.len() < 2 {
+        return Ok(keyed);
+    }
+    let right = merge_sorted(budget, keyed.split_off(keyed.len() / 2))?;
+    let left = merge_sorted(budget, keyed)?;
+    let mut merged = Vec::with_capacity(left.len() + right.len());
+    let (mut left, mut right) = (left.into_iter().peekable(), right.into_iter().peekable());
+    loop {
+        match (left.peek(), right.peek()) {
+            (Some((a, _)), Some((b, _))) => {
+                let later = compare(budget, b, a)? == Some(Ordering::Less);
+                merged.extend(if later { right.next() } else { left.next() });
+            }
+            (None, None) => return Ok(merged),
+            _ => merged.extend(left.by_ref().chain(right.by_ref())),
+        }
+    }
+}
+
+/// Returns Python's `range(start, stop, step)`.
+pub(super) fn range(arguments: &[Value]) -> Run<Value> {
+    /// The most elements that Jinja2's sandbox allows.
+    const MAX_RANGE: i128 = 100_000;
+    let mut numbers = Vec::new();
+    for argument in arguments {
+        match defined(argument)?.as_int() {
+            Some(number) => numbers.push(number),
+            None => {
+                return fail(format!("'{}' object cannot be interpreted as an integer", argument.kind()));
+            }
+        }
+    }
+    let (start, stop, step) = match *numbers {
+        [stop] => (0, stop, 1),
+        [start, stop] => (start, stop, 1),
+        [start, stop, step] => (start, stop, step),
+        _ => return fail("range takes 1 to 3 arguments"),
+    };
+    if step == 0 {
+        return fail("range() arg 3 must not be zero");
+    }
+    let far = stop.checked_sub(start).ok_or_else(too_large)?;
+    let ahead = far != 0 && (far > 0) == (step > 0);
+    let len = if ahead { (far.abs() - 1) / step.abs() + 1 } else { 0 };
+    if len > MAX_RANGE {
+        return Err(Fault::limit(format!("range has {len} elements, more than {MAX_RANGE}")));
+    }
+    Ok(Value::Range { start, len: len as usize, step })
+}

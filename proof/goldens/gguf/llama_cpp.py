@@ -1,0 +1,179 @@
+"""Goldens for GGUF files, made by llama.cpp: tokens of texts, and greedy answers of small models.
+
+Writes engine/kvmodel/tests/goldens/gguf_tokenizers.json: the IDs that llama.cpp gives each text in TEXTS, for each
+pre-tokenizer in PRE and for a vocabulary with scores. The vocabulary is merged across words, so that a text that is
+split elsewhere has other tokens. Writes engine/kvmodel/tests/goldens/gguf/*.gguf as well: models of 1 layer with
+random weights, whose greedy answers are in the same JSON.
+
+    pip install xllamacpp==2026.10.11549 gguf==0.19.0 numpy==2.4.6 tokenizers==0.23.3
+    python proof/goldens/gguf/llama_cpp.py
+"""
+
+import json
+import pathlib
+import tempfile
+import urllib.request
+
+import gguf
+import numpy as np
+import tokenizers
+import xllamacpp
+
+OUT = pathlib.Path(__file__).parents[3] / "engine/kvmodel/tests/goldens"
+WIDTH, HEADS, INNER = 32, 2, 64
+PRE = [
+    "default", "gpt-2", "smollm", "command-r", "llama-bpe", "llama-v3", "falcon3", "smaug-bpe", "glm4",
+    "deepseek-r1-qwen", "stablelm2", "grok-2", "qwen35", "deepseek-v3", "deepseek-coder", "falcon", "tekken", "gpt-4o",
+    "llama4", "bailingmoe", "seed-coder", "poro-chat", "viking", "exaone", "olmo", "dbrx", "mpt", "minerva-7b",
+]
+TEXTS = [
+    "Hello wide world, it's 12345 and they'll SAY'RE",
+    "  two  spaces\n\n\nand lines \r\n tabs\t\tend  ",
+    "x=1;y+=22 // a/b_c (d) [e] {f} <g> $h ^i ~j |k `l`",
+    "Grüße aus Köln, ÀÉÎõü ßẞ ǅ 1234567 890",
+    "你好，世界！これはテスト。가나다 ٣٤٥ ١",
+    "e\u0301te\u0301 a\u0308 हिन्दी ไทย",
+    "CamelCaseWords HTTPServer iPhone don't DON'T I'M we've",
+    "!!! ... --- ??!! 3.14 1,000,000 50% #tag @user",
+    "😀😃 👩‍👩‍👧 end.\n",
+    "a",
+    " a",
+    "aa  bb   cc    dd\u00a0ee\u3000ff",
+]
+
+
+def vocabulary(texts, prefix):
+    """Returns tokens and merges that are trained on texts without splitting them."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if prefix is None:
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        texts = [t for t in texts for _ in range(2)]
+    else:
+        alphabet, texts = [], [prefix + t.replace(" ", prefix) for t in texts for _ in range(2)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=620, min_frequency=2, initial_alphabet=sorted(alphabet), show_progress=False, max_token_length=4
+    )
+    model.train_from_iterator(texts, trainer)
+    state = json.loads(model.to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].get)
+    return tokens, [" ".join(pair) for pair in state["merges"]]
+
+
+def write(path, rng, tokenizer, kind=gguf.GGMLQuantizationType.F16):
+    """Writes a model with random weights and the fields that `tokenizer` adds."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    writer.add_rope_freq_base(10000.0)
+    count = tokenizer(writer)
+    shapes = {"token_embd": (count, WIDTH), "output": (count, WIDTH)}
+    shapes |= {f"blk.0.attn_{p}": (WIDTH, WIDTH) for p in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_gate": (INNER, WIDTH), "blk.0.ffn_up": (INNER, WIDTH), "blk.0.ffn_down": (WIDTH, INNER)}
+    for name, shape in shapes.items():
+        if kind == gguf.GGMLQuantizationType.IQ4_NL and name.startswith("blk"):
+            blocks = rng.integers(0, 256, (shape[0], shape[1] // 32, 18), dtype=np.uint8)
+            scales = rng.uniform(0.001, 0.004, (shape[0], shape[1] // 32, 1)).astype(np.float16)
+            blocks[:, :, :2] = scales.view(np.uint8)
+            writer.add_tensor(f"{name}.weight", blocks.reshape(shape[0], -1), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", rng.normal(0, 0.3, shape).astype(np.float16))
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(WIDTH, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def bytes_of(pre, tokens, merges):
+    def add(writer):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(tokens)
+        writer.add_token_types([1] * len(tokens))
+        writer.add_token_merges(merges)
+        writer.add_add_bos_token(False)
+        return len(tokens)
+
+    return add
+
+
+def scored(pieces, scores, kinds):
+    def add(writer):
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(pieces)
+        writer.add_token_scores(scores)
+        writer.add_token_types(kinds)
+        return len(pieces)
+
+    return add
+
+
+class Llama:
+    """llama.cpp's server with one model."""
+
+    def __init__(self, path):
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
+        self.server = xllamacpp.Server(params)
+
+    def post(self, place, body):
+        request = urllib.request.Request(
+            self.server.listening_address + place, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        return json.loads(urllib.request.urlopen(request).read())
+
+    def tokens(self, text, special=False):
+        return self.post("/tokenize", {"content": text, "add_special": special, "parse_special": False})["tokens"]
+
+    def answer(self, text):
+        body = {"prompt": text, "n_predict": 12, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+        return self.post("/completion", body)["tokens"]
+
+
+def main():
+    rng = np.random.default_rng(44)
+    tokens, merges = vocabulary(TEXTS, None)
+    goldens = {"header": f"made by proof/goldens/gguf/llama_cpp.py with xllamacpp {xllamacpp.__version__}"}
+    goldens |= {"texts": TEXTS, "tokens": tokens, "merges": merges, "ids": {}, "answers": {}}
+    pieces, _ = vocabulary(TEXTS, "▁")
+    pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + pieces
+    scores = [0.0] * 259 + [-float(i) for i in range(len(pieces) - 259)]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * (len(pieces) - 259)
+    goldens["scored"] = {"pieces": pieces, "scores": scores, "kinds": kinds}
+    (OUT / "gguf").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for pre in PRE:
+            path = pathlib.Path(folder) / f"{pre}.gguf"
+            write(path, rng, bytes_of(pre, tokens, merges))
+            llama = Llama(path)
+            goldens["ids"][pre] = [llama.tokens(text) for text in TEXTS]
+    models = {
+        "scores": (scored(pieces, scores, kinds), gguf.GGMLQuantizationType.F16),
+        "tekken": (bytes_of("tekken", tokens, merges), gguf.GGMLQuantizationType.F16),
+        "qwen35": (bytes_of("qwen35", tokens, merges), gguf.GGMLQuantizationType.F16),
+        "iq4_nl": (bytes_of("llama-v3", tokens, merges), gguf.GGMLQuantizationType.IQ4_NL),
+    }
+    for name, (tokenizer, kind) in models.items():
+        path = OUT / "gguf" / f"{name}.gguf"
+        write(path, rng, tokenizer, kind)
+        llama = Llama(path)
+        goldens["answers"][name] = [{"text": text, "tokens": llama.answer(text)} for text in TEXTS[:3]]
+        if name == "scores":
+            goldens["scored"]["ids"] = [llama.tokens(text) for text in TEXTS]
+            goldens["scored"]["begun"] = llama.tokens(TEXTS[0], special=True)
+    text = json.dumps(goldens, ensure_ascii=False)
+    (OUT / "gguf_tokenizers.json").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
