@@ -35,10 +35,10 @@ pub(crate) fn unused(config: &str) -> Vec<String> {
         Some(value) => value.as_f64().is_none_or(|value| value != *neutral),
     };
     let names: Vec<&str> = UNUSED.iter().filter(set).map(|(name, _)| *name).collect();
-    match names.is_empty() {
-        true => Vec::new(),
-        false => vec![format!("these fields of config.json are not used: {}", names.join(", "))],
+    if names.is_empty() {
+        return Vec::new();
     }
+    vec![format!("these fields of config.json are not used: {}", names.join(", "))]
 }
 
 /// If the config ties the output head to the embeddings, but the files have a head of their own that

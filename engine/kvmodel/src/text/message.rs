@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// The author of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Role {
+pub(super) enum Role {
     /// The model's operator.
     System,
     /// The author of the application, between the operator and the user.
@@ -25,10 +25,11 @@ pub enum Role {
 
 impl Role {
     /// All roles.
-    pub const ALL: [Self; 5] = [Self::System, Self::Developer, Self::User, Self::Assistant, Self::Tool];
+    pub(super) const ALL: [Self; 5] =
+        [Self::System, Self::Developer, Self::User, Self::Assistant, Self::Tool];
 
     /// Returns the name of the role in chat templates.
-    pub fn word(self) -> &'static str {
+    pub(super) fn word(self) -> &'static str {
         match self {
             Self::System => "system",
             Self::Developer => "developer",
@@ -52,7 +53,7 @@ impl Role {
 /// # Ok::<(), kvmodel::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
-pub struct Message {
+pub(super) struct Message {
     role: Role,
     /// All fields, the role among them, in the order of the file. No field is null.
     fields: Vec<(String, Variable)>,
@@ -65,18 +66,18 @@ const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 impl Message {
     /// Creates a message with a text.
-    pub fn new(role: Role, content: impl Into<String>) -> Self {
+    pub(super) fn new(role: Role, content: impl Into<String>) -> Self {
         let fields = [("role", role.word().into()), (CONTENT, Variable::Text(content.into()))];
         Self { role, fields: fields.map(|(name, value): (&str, Variable)| (name.to_owned(), value)).to_vec() }
     }
 
     /// Returns the author.
-    pub fn role(&self) -> Role {
+    pub(super) fn role(&self) -> Role {
         self.role
     }
 
     /// Returns the text of the message. The texts of several parts are joined by line breaks.
-    pub fn text(&self) -> Cow<'_, str> {
+    pub(super) fn text(&self) -> Cow<'_, str> {
         match self.field(CONTENT) {
             Some(Variable::Text(text)) => Cow::Borrowed(text),
             Some(Variable::List(parts)) => {
@@ -90,7 +91,7 @@ impl Message {
         }
     }
 
-    /// Parses a JSON list of objects with the fields `role` and `content`, as clients of OpenAI's interface
+    /// Parses a JSON list of objects with the fields `role` and `content`, as clients of `OpenAI`'s interface
     /// write them. The content may be a string, null, or a list of parts with texts. Other fields, such as
     /// `tool_calls`, `tool_call_id`, `name` and `reasoning_content`, are passed on to the chat template.
     /// Arguments of tool calls may be JSON in a string.
@@ -98,7 +99,7 @@ impl Message {
     /// # Errors
     /// Returns [`Error::Messages`]: with the line if the JSON is malformed, and otherwise with the message
     /// and the field that is wrong.
-    pub fn list(json: &str) -> Result<Vec<Self>> {
+    pub(super) fn list(json: &str) -> Result<Vec<Self>> {
         const FORM: &str = "it must be a JSON list of objects with role and content";
         let value = match serde_json::from_str(json.trim_start_matches('\u{FEFF}')) {
             Ok(value) => value,
@@ -118,7 +119,7 @@ impl Message {
     /// # Errors
     /// Returns [`Error::Messages`] if the list is empty, or if the last message has another role or, as the
     /// beginning of an answer, no text.
-    pub fn check_answerable(messages: &[Self]) -> Result<()> {
+    pub(super) fn check_answerable(messages: &[Self]) -> Result<()> {
         let Some(last) = messages.last() else {
             return Err(Error::Messages("the list is empty; add a message with the role user".to_owned()));
         };

@@ -293,7 +293,7 @@ mod tests {
                     self.refused += 1;
                 }
                 (Err(error), Rendered::Failed(_)) if !error.to_string().contains("rejects") => {
-                    self.failed += 1
+                    self.failed += 1;
                 }
                 _ if MARKED.contains(&name) => {}
                 (Ok(got), Rendered::Text(right) | Rendered::Refused(right) | Rendered::Failed(right)) => {

@@ -95,12 +95,11 @@ impl<'t> Evaluator<'t> {
 
     fn set(&mut self, name: &'t str, value: Value) -> Run<()> {
         let names = &mut self.scopes[self.scope].names;
-        match names.iter_mut().find(|(known, _)| *known == name) {
-            Some((_, old)) => *old = value,
-            None => {
-                self.budget.memory(64)?;
-                names.push((name, value));
-            }
+        if let Some((_, old)) = names.iter_mut().find(|(known, _)| *known == name) {
+            *old = value;
+        } else {
+            self.budget.memory(64)?;
+            names.push((name, value));
         }
         Ok(())
     }
@@ -331,12 +330,11 @@ impl<'t> Evaluator<'t> {
             ));
         }
         let Some(fields) = self.namespaces.get_mut(number) else { return Ok(()) };
-        match fields.iter_mut().find(|(known, _)| known == name) {
-            Some((_, old)) => *old = value,
-            None => {
-                self.budget.memory(64 + name.len())?;
-                fields.push((name.to_owned(), value));
-            }
+        if let Some((_, old)) = fields.iter_mut().find(|(known, _)| known == name) {
+            *old = value;
+        } else {
+            self.budget.memory(64 + name.len())?;
+            fields.push((name.to_owned(), value));
         }
         Ok(())
     }

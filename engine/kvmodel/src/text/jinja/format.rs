@@ -9,7 +9,7 @@ use super::letters::{self, Fill};
 use super::value::Value;
 
 /// The layout of a field: the settings of a conversion or of a format specification.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Copy, Default)]
 struct Layout {
     fill: Option<char>,
     /// One of `<`, `>`, `^` and `=`.
@@ -216,15 +216,14 @@ fn argument(run: &Evaluator<'_>, name: &str, arguments: &Arguments, next: &mut u
     }
     .map_or_else(|| fail(format!("the format names the argument '{first}', which is missing")), Ok)?;
     while !rest.is_empty() {
-        let (key, after) = match rest.strip_prefix('[') {
-            Some(inside) => match inside.split_once(']') {
+        let (key, after) = if let Some(inside) = rest.strip_prefix('[') {
+            match inside.split_once(']') {
                 Some((key, after)) => (key.parse().map_or_else(|_| Value::from(key), Value::Int), after),
                 None => return fail("Missing ']' in format string"),
-            },
-            None => {
-                let end = rest[1..].find(['.', '[']).map_or(rest.len(), |end| end + 1);
-                (Value::from(&rest[1..end]), &rest[end..])
             }
+        } else {
+            let end = rest[1..].find(['.', '[']).map_or(rest.len(), |end| end + 1);
+            (Value::from(&rest[1..end]), &rest[end..])
         };
         value = run.item(&value, &key)?;
         rest = after;
@@ -333,9 +332,12 @@ fn real(run: &Evaluator<'_>, number: f64, kind: char, layout: &Layout) -> Run<St
                 .split_once('e')
                 .and_then(|(_, p)| p.parse().ok())
                 .unwrap_or(0);
-            let trimmed = |text: String| match text.contains('.') && !layout.alternate {
-                true => text.trim_end_matches('0').trim_end_matches('.').to_owned(),
-                false => text,
+            let trimmed = |text: String| {
+                if text.contains('.') && !layout.alternate {
+                    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+                } else {
+                    text
+                }
             };
             if power < -4 || power >= precision as i32 {
                 let text = scientific(size, precision - 1);
@@ -391,7 +393,7 @@ fn signed(run: &Evaluator<'_>, negative: bool, digits: String, layout: &Layout) 
             letters::fill(&digits, width, layout.fill.unwrap_or(' '), Fill::Left)
         ));
     }
-    laid_out(run, format!("{sign}{digits}"), &Layout { precision: None, ..layout.clone() })
+    laid_out(run, format!("{sign}{digits}"), &Layout { precision: None, ..*layout })
 }
 
 /// Cuts a text to the precision and fills it up to the width.

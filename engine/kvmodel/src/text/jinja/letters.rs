@@ -57,20 +57,19 @@ pub(super) fn split<'a>(text: &'a str, separator: Option<&str>, most: Option<usi
 pub(super) fn rsplit<'a>(text: &'a str, separator: Option<&str>, most: Option<usize>) -> Vec<&'a str> {
     let most = most.map_or(usize::MAX, |most| most.saturating_add(1));
     let mut fields = Vec::new();
-    match separator {
-        Some(separator) => fields.extend(text.rsplitn(most, separator)),
-        None => {
-            let mut rest = text.trim_end_matches(is_space);
-            while !rest.is_empty() {
-                if fields.len() + 1 == most {
-                    fields.push(rest);
-                    break;
-                }
-                let space = rest.char_indices().rev().find(|(_, c)| is_space(*c));
-                let start = space.map_or(0, |(at, c)| at + c.len_utf8());
-                fields.push(&rest[start..]);
-                rest = rest[..start].trim_end_matches(is_space);
+    if let Some(separator) = separator {
+        fields.extend(text.rsplitn(most, separator));
+    } else {
+        let mut rest = text.trim_end_matches(is_space);
+        while !rest.is_empty() {
+            if fields.len() + 1 == most {
+                fields.push(rest);
+                break;
             }
+            let space = rest.char_indices().rev().find(|(_, c)| is_space(*c));
+            let start = space.map_or(0, |(at, c)| at + c.len_utf8());
+            fields.push(&rest[start..]);
+            rest = rest[..start].trim_end_matches(is_space);
         }
     }
     fields.reverse();
@@ -96,9 +95,9 @@ pub(super) fn title(text: &str) -> String {
     let mut inside = false;
     for c in text.chars() {
         if inside {
-            out.extend(c.to_lowercase())
+            out.extend(c.to_lowercase());
         } else {
-            push_title(&mut out, c)
+            push_title(&mut out, c);
         }
         inside = is_cased(c);
     }

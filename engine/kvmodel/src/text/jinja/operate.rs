@@ -106,14 +106,13 @@ fn whole(op: Operator, a: i128, b: i128) -> Run<Value> {
         Operator::Add => a.checked_add(b),
         Operator::Sub => a.checked_sub(b),
         Operator::Mul => a.checked_mul(b),
-        Operator::Div if b == 0 => return Err(zero()),
+        Operator::Div | Operator::FloorDiv | Operator::Rem if b == 0 => return Err(zero()),
         Operator::Div => return Ok(Value::Float(a as f64 / b as f64)),
-        Operator::FloorDiv | Operator::Rem if b == 0 => return Err(zero()),
         Operator::FloorDiv => {
             a.checked_div_euclid(b).map(|q| if b < 0 && a.rem_euclid(b) != 0 { q - 1 } else { q })
         }
         Operator::Rem => a.checked_rem_euclid(b).map(|rest| if b < 0 && rest != 0 { rest + b } else { rest }),
-        Operator::Pow if b < 0 && a == 0 => return Err(zero()),
+        Operator::Pow if b < 0 && a == 0 => return fail("zero cannot be raised to a negative power"),
         Operator::Pow if b < 0 => return Ok(Value::Float((a as f64).powf(b as f64))),
         Operator::Pow => u32::try_from(b).ok().and_then(|b| a.checked_pow(b)),
     };
@@ -238,10 +237,8 @@ pub(super) fn slice(
         Some(n) if n < 0 => n.saturating_add(len).max(lowest),
         Some(n) => n.min(highest),
     };
-    let (first, end) = match step > 0 {
-        true => (bound(start, 0), bound(stop, len)),
-        false => (bound(start, len - 1), bound(stop, -1)),
-    };
+    let (first, end) =
+        if step > 0 { (bound(start, 0), bound(stop, len)) } else { (bound(start, len - 1), bound(stop, -1)) };
     let mut places = Vec::new();
     let mut at = first;
     while (step > 0 && at < end) || (step < 0 && at > end) {

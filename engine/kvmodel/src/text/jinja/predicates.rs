@@ -91,7 +91,7 @@ pub(super) fn holds(run: &Evaluator<'_>, name: &str, value: &Value, arguments: &
         "le" | "<=" => order()?.is_some_and(Ordering::is_le),
         "gt" | ">" | "greaterthan" => order()? == Some(Ordering::Greater),
         "ge" | ">=" => order()?.is_some_and(Ordering::is_ge),
-        "filter" => value.as_text().is_some_and(|name| filters::is_known(name)),
+        "filter" => value.as_text().is_some_and(filters::is_known),
         "test" => value.as_text().is_some_and(|name| TESTS.contains(&name)),
         other => return fail(format!("No test named '{other}'.")),
     })

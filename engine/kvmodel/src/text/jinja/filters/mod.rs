@@ -81,8 +81,8 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: Value, arguments
             fail(format!("the filter '{name}' is not supported in chat templates"))
         }
         _ if NUMBERS.contains(&name) => numbers::apply(run, name, &value, arguments),
-        _ if TEXTS.contains(&name) => texts::apply(run, name, value, arguments),
-        _ if SEQUENCES.contains(&name) => sequences::apply(run, name, value, arguments),
+        _ if TEXTS.contains(&name) => texts::apply(run, name, &value, arguments),
+        _ if SEQUENCES.contains(&name) => sequences::apply(run, name, &value, arguments),
         other => fail(format!("No filter named '{other}'.")),
     }
 }

@@ -7,7 +7,7 @@ use super::super::predicates;
 use super::{Arguments, Evaluator, Run, Value, apply as apply_filter, count, fail, int_or, needed, text_of};
 
 /// Applies a filter for values with elements.
-pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: Value, arguments: Arguments) -> Run<Value> {
+pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) -> Run<Value> {
     let budget = run.budget;
     match name {
         "length" | "count" => match value.len() {
@@ -20,11 +20,11 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: Value, arguments
             let item = if name == "first" { items.first() } else { items.last() };
             Ok(item.cloned().unwrap_or_else(|| none_of(&format!("No {name} item, sequence was empty."))))
         }
-        "reverse" => match &value {
+        "reverse" => match value {
             Value::Text(text) => Value::text(budget, text.chars().rev().collect::<String>()),
             value => Value::list(budget, value.items(budget)?.into_iter().rev().collect()),
         },
-        "items" => match &value {
+        "items" => match value {
             Value::Undefined(_) => Value::list(budget, Vec::new()),
             Value::Dict(dict) => {
                 let pair =
@@ -35,17 +35,59 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: Value, arguments
         },
         "join" => {
             let [separator, attribute] = arguments.of("join", ["d", "attribute"])?;
-            joined(run, &value, separator, attribute.as_ref())
+            joined(run, value, separator, attribute.as_ref())
         }
         "attr" => {
             let [field] = arguments.of("attr", ["name"])?;
-            match &value {
+            match value {
                 Value::Dict(_) => Ok(none_of("a dictionary has no attributes")),
                 value => run.attribute(value, text_of("attr", &needed("attr", "name", field)?)?),
             }
         }
-        "map" => map(run, &value, arguments),
-        "select" | "reject" | "selectattr" | "rejectattr" => select(run, name, &value, arguments),
+        "map" => map(run, value, arguments),
+        "select" | "reject" | "selectattr" | "rejectattr" => select(run, name, value, arguments),
+        "sort" | "dictsort" | "unique" | "min" | "max" | "sum" | "groupby" => {
+            ordering(run, name, value, arguments)
+        }
+        "batch" => {
+            let [width, with] = arguments.of("batch", ["linecount", "fill_with"])?;
+            let width = count(int_or("batch", Some(&needed("batch", "linecount", width)?), 1)?).max(1);
+            let mut rows = Vec::new();
+            for row in value.items(budget)?.chunks(width) {
+                let mut row = row.to_vec();
+                if let Some(with) = with.as_ref().filter(|with| !matches!(with, Value::None)) {
+                    budget.memory(width.saturating_mul(size_of::<Value>()))?;
+                    row.resize(width, with.clone());
+                }
+                rows.push(Value::list(budget, row)?);
+            }
+            Value::list(budget, rows)
+        }
+        _ => {
+            let [slices, with] = arguments.of("slice", ["slices", "fill_with"])?;
+            let slices = count(int_or("slice", Some(&needed("slice", "slices", slices)?), 1)?).max(1);
+            budget.memory(slices.saturating_mul(64))?;
+            let items = value.items(budget)?;
+            let (each, more) = (items.len() / slices, items.len() % slices);
+            let (mut rows, mut at) = (Vec::new(), 0);
+            for i in 0..slices {
+                let len = each + usize::from(i < more);
+                let mut row = items[at..at + len].to_vec();
+                at += len;
+                if let Some(with) = with.as_ref().filter(|with| !matches!(with, Value::None) && i >= more) {
+                    row.push(with.clone());
+                }
+                rows.push(Value::list(budget, row)?);
+            }
+            Value::list(budget, rows)
+        }
+    }
+}
+
+/// Applies a filter that orders or compares elements by keys.
+fn ordering(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) -> Run<Value> {
+    let budget = run.budget;
+    match name {
         "sort" => {
             let [reverse, cases, attribute] =
                 arguments.of("sort", ["reverse", "case_sensitive", "attribute"])?;
@@ -62,7 +104,7 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: Value, arguments
             };
             let keys = Keys::new(Some(Value::Int(by)), cases);
             let pairs =
-                run.pairs(&value)?.into_iter().map(|(key, value)| Value::tuple(budget, vec![key, value]));
+                run.pairs(value)?.into_iter().map(|(key, value)| Value::tuple(budget, vec![key, value]));
             let pairs = pairs.collect::<Run<_>>()?;
             ordered(run, pairs, &keys, is_true(reverse))
         }
@@ -106,42 +148,10 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: Value, arguments
             }
             Ok(sum)
         }
-        "groupby" => {
+        _ => {
             let [attribute, default, cases] =
                 arguments.of("groupby", ["attribute", "default", "case_sensitive"])?;
-            grouped(run, &value, &Keys::new(attribute, cases), default.as_ref())
-        }
-        "batch" => {
-            let [width, with] = arguments.of("batch", ["linecount", "fill_with"])?;
-            let width = count(int_or("batch", Some(&needed("batch", "linecount", width)?), 1)?).max(1);
-            let mut rows = Vec::new();
-            for row in value.items(budget)?.chunks(width) {
-                let mut row = row.to_vec();
-                if let Some(with) = with.as_ref().filter(|with| !matches!(with, Value::None)) {
-                    budget.memory(width.saturating_mul(size_of::<Value>()))?;
-                    row.resize(width, with.clone());
-                }
-                rows.push(Value::list(budget, row)?);
-            }
-            Value::list(budget, rows)
-        }
-        _ => {
-            let [slices, with] = arguments.of("slice", ["slices", "fill_with"])?;
-            let slices = count(int_or("slice", Some(&needed("slice", "slices", slices)?), 1)?).max(1);
-            budget.memory(slices.saturating_mul(64))?;
-            let items = value.items(budget)?;
-            let (each, more) = (items.len() / slices, items.len() % slices);
-            let (mut rows, mut at) = (Vec::new(), 0);
-            for i in 0..slices {
-                let len = each + usize::from(i < more);
-                let mut row = items[at..at + len].to_vec();
-                at += len;
-                if let Some(with) = with.as_ref().filter(|with| !matches!(with, Value::None) && i >= more) {
-                    row.push(with.clone());
-                }
-                rows.push(Value::list(budget, row)?);
-            }
-            Value::list(budget, rows)
+            grouped(run, value, &Keys::new(attribute, cases), default.as_ref())
         }
     }
 }

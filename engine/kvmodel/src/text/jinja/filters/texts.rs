@@ -6,12 +6,12 @@ use super::super::text_methods::replaced;
 use super::{Arguments, Evaluator, Run, Value, count, fail, int_or, json, needed};
 
 /// Applies a filter for texts.
-pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: Value, arguments: Arguments) -> Run<Value> {
+pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) -> Run<Value> {
     let budget = run.budget;
     if name == "tojson" {
-        return json::tojson(run, &value, arguments);
+        return json::tojson(run, value, arguments);
     }
-    let text = run.printer().text(&value)?.into_owned();
+    let text = run.printer().text(value)?.into_owned();
     budget.memory(text.len())?;
     let new = |text: String| Value::text(budget, text);
     match name {
@@ -45,56 +45,17 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: Value, arguments: Ar
             budget.memory(width)?;
             new(letters::fill(&text, width, ' ', Fill::Both { odd: true }))
         }
-        "indent" => {
-            let [width, first, blank] = arguments.of("indent", ["width", "first", "blank"])?;
-            let width = match &width {
-                Some(Value::Text(width)) => width.to_string(),
-                width => {
-                    let width = count(int_or("indent", width.as_ref(), 4)?);
-                    budget.memory(width)?;
-                    " ".repeat(width)
-                }
-            };
-            let truth = |value: Option<Value>| value.is_some_and(|value| value.is_true());
-            let (first, blank) = (truth(first), truth(blank));
-            let text = text + "\n";
-            let lines = letters::lines(&text, false);
-            budget.memory(lines.len().saturating_mul(width.len() + 17))?;
-            let mut out = String::new();
-            for (i, line) in lines.into_iter().enumerate() {
-                out.push_str(if i > 0 { "\n" } else { "" });
-                if (i > 0 && (blank || !line.is_empty())) || (i == 0 && first) {
-                    out.push_str(&width);
-                }
-                out.push_str(line);
-            }
-            new(out)
-        }
-        "truncate" => {
-            let [length, kill, end, leeway] =
-                arguments.of("truncate", ["length", "killwords", "end", "leeway"])?;
-            let length = count(int_or("truncate", length.as_ref(), 255)?);
-            let leeway = count(int_or("truncate", leeway.as_ref(), 5)?);
-            let end = end.as_ref().and_then(Value::as_text).unwrap_or("...");
-            if text.chars().count() <= length.saturating_add(leeway) {
-                return new(text);
-            }
-            let cut: String = text.chars().take(length.saturating_sub(end.chars().count())).collect();
-            let cut = match kill.is_some_and(|kill| kill.is_true()) {
-                true => &cut,
-                false => cut.rsplit_once(' ').map_or(&*cut, |(cut, _)| cut),
-            };
-            new(format!("{cut}{end}"))
-        }
+        "indent" => indented(run, text, arguments),
+        "truncate" => truncated(run, text, arguments),
         "urlencode" => {
             budget.memory(3 * text.len())?;
             let pair = |(key, value): &(Value, Value)| -> Run<String> {
                 let part = |value: &Value| Ok(letters::quote(&run.printer().text(value)?, true));
                 Ok(format!("{}={}", part(key)?, part(value)?))
             };
-            match &value {
+            match value {
                 Value::Dict(_) | Value::List(_) | Value::Tuple(_) => {
-                    let pairs = run.pairs(&value)?;
+                    let pairs = run.pairs(value)?;
                     new(pairs.iter().map(pair).collect::<Run<Vec<_>>>()?.join("&"))
                 }
                 _ => new(letters::quote(&text, false)),
@@ -116,15 +77,60 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: Value, arguments: Ar
     }
 }
 
+/// Indents the lines behind the first one.
+fn indented(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Value> {
+    let [width, first, blank] = arguments.of("indent", ["width", "first", "blank"])?;
+    let width = match &width {
+        Some(Value::Text(width)) => width.to_string(),
+        width => {
+            let width = count(int_or("indent", width.as_ref(), 4)?);
+            run.budget.memory(width)?;
+            " ".repeat(width)
+        }
+    };
+    let truth = |value: Option<Value>| value.is_some_and(|value| value.is_true());
+    let (first, blank) = (truth(first), truth(blank));
+    let text = text + "\n";
+    let lines = letters::lines(&text, false);
+    run.budget.memory(lines.len().saturating_mul(width.len() + 17))?;
+    let mut out = String::new();
+    for (i, line) in lines.into_iter().enumerate() {
+        out.push_str(if i > 0 { "\n" } else { "" });
+        if (i > 0 && (blank || !line.is_empty())) || (i == 0 && first) {
+            out.push_str(&width);
+        }
+        out.push_str(line);
+    }
+    Value::text(run.budget, out)
+}
+
+/// Cuts a text that is longer than a length, behind a word if it can.
+fn truncated(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Value> {
+    let [length, kill, end, leeway] = arguments.of("truncate", ["length", "killwords", "end", "leeway"])?;
+    let length = count(int_or("truncate", length.as_ref(), 255)?);
+    let leeway = count(int_or("truncate", leeway.as_ref(), 5)?);
+    let end = end.as_ref().and_then(Value::as_text).unwrap_or("...");
+    if text.chars().count() <= length.saturating_add(leeway) {
+        return Value::text(run.budget, text);
+    }
+    let cut: String = text.chars().take(length.saturating_sub(end.chars().count())).collect();
+    let cut = if kill.is_some_and(|kill| kill.is_true()) {
+        &cut
+    } else {
+        cut.rsplit_once(' ').map_or(&*cut, |(cut, _)| cut)
+    };
+    Value::text(run.budget, format!("{cut}{end}"))
+}
+
 /// Writes words as Jinja2's filter `title` does: words begin at white space, hyphens and opening brackets.
 fn titled(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut begins = true;
     for c in text.chars() {
         if begins {
-            out.extend(c.to_uppercase())
+            out.extend(c.to_uppercase());
         } else {
-            out.extend(c.to_lowercase())
+            out.extend(c.to_lowercase());
         }
         begins = letters::is_space(c) || matches!(c, '-' | '(' | '{' | '[' | '<');
     }
