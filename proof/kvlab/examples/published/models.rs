@@ -134,12 +134,12 @@ const SMOLLM2_FIRMS: &[Way] = &[
     all("sequential, alone, link:32"),
     all(BEHIND_3),
     some(BEHIND_7),
-    some(SLOTS_4),
+    all(SLOTS_4),
 ];
 
 /// The strategies for firms. The decoys are other notes about firms.
-const FIRMS: &[Way] = &[some(NONE), all(BEHIND_3), some(BEHIND_7), some(SLOTS_4), some(DEFAULT)];
-const EIGHT_FIRMS: &[Way] = &[some(NONE), all(BEHIND_3), some(BEHIND_7), some(SLOTS_8), some(DEFAULT)];
+const FIRMS: &[Way] = &[some(NONE), all(BEHIND_3), some(BEHIND_7), all(SLOTS_4), some(DEFAULT)];
+const EIGHT_FIRMS: &[Way] = &[some(NONE), all(BEHIND_3), some(BEHIND_7), all(SLOTS_8), some(DEFAULT)];
 
 /// The strategies for documents of several kinds. The decoys are other such documents.
 const MIXED: &[Way] = &[some(NONE), all(BEHIND_3), all(BEHIND_7), some(SLOTS_4), some(DEFAULT)];
