@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// The author of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Role {
+pub enum Role {
     /// The model's operator.
     System,
     /// The author of the application, between the operator and the user.
@@ -25,11 +25,10 @@ pub(super) enum Role {
 
 impl Role {
     /// All roles.
-    pub(super) const ALL: [Self; 5] =
-        [Self::System, Self::Developer, Self::User, Self::Assistant, Self::Tool];
+    pub const ALL: [Self; 5] = [Self::System, Self::Developer, Self::User, Self::Assistant, Self::Tool];
 
     /// Returns the name of the role in chat templates.
-    pub(super) fn word(self) -> &'static str {
+    pub fn word(self) -> &'static str {
         match self {
             Self::System => "system",
             Self::Developer => "developer",
@@ -53,7 +52,7 @@ impl Role {
 /// # Ok::<(), kvmodel::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Message {
+pub struct Message {
     role: Role,
     /// All fields, the role among them, in the order of the file. No field is null.
     fields: Vec<(String, Variable)>,
@@ -66,18 +65,18 @@ const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 impl Message {
     /// Creates a message with a text.
-    pub(super) fn new(role: Role, content: impl Into<String>) -> Self {
+    pub fn new(role: Role, content: impl Into<String>) -> Self {
         let fields = [("role", role.word().into()), (CONTENT, Variable::Text(content.into()))];
         Self { role, fields: fields.map(|(name, value): (&str, Variable)| (name.to_owned(), value)).to_vec() }
     }
 
     /// Returns the author.
-    pub(super) fn role(&self) -> Role {
+    pub fn role(&self) -> Role {
         self.role
     }
 
     /// Returns the text of the message. The texts of several parts are joined by line breaks.
-    pub(super) fn text(&self) -> Cow<'_, str> {
+    pub fn text(&self) -> Cow<'_, str> {
         match self.field(CONTENT) {
             Some(Variable::Text(text)) => Cow::Borrowed(text),
             Some(Variable::List(parts)) => {
@@ -99,7 +98,7 @@ impl Message {
     /// # Errors
     /// Returns [`Error::Messages`]: with the line if the JSON is malformed, and otherwise with the message
     /// and the field that is wrong.
-    pub(super) fn list(json: &str) -> Result<Vec<Self>> {
+    pub fn list(json: &str) -> Result<Vec<Self>> {
         const FORM: &str = "it must be a JSON list of objects with role and content";
         let value = match serde_json::from_str(json.trim_start_matches('\u{FEFF}')) {
             Ok(value) => value,
@@ -119,7 +118,7 @@ impl Message {
     /// # Errors
     /// Returns [`Error::Messages`] if the list is empty, or if the last message has another role or, as the
     /// beginning of an answer, no text.
-    pub(super) fn check_answerable(messages: &[Self]) -> Result<()> {
+    pub fn check_answerable(messages: &[Self]) -> Result<()> {
         let Some(last) = messages.last() else {
             return Err(Error::Messages("the list is empty; add a message with the role user".to_owned()));
         };

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// # Ok::<(), kvmodel::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Default)]
-pub(crate) enum Variable {
+pub enum Variable {
     /// JSON's null, Python's None.
     #[default]
     None,
@@ -38,18 +38,18 @@ impl Variable {
     ///
     /// # Errors
     /// Returns [`Error::Variable`], with the line and column, if the text is not JSON.
-    pub(crate) fn from_json(text: &str) -> Result<Self> {
+    pub fn from_json(text: &str) -> Result<Self> {
         serde_json::from_str(text.trim_start_matches('\u{FEFF}'))
             .map_err(|error| Error::Variable(format!("{error}; it must be JSON")))
     }
 
     /// Parses JSON, or takes the text itself if it is not JSON, as on a command line.
-    pub(crate) fn from_argument(text: &str) -> Self {
+    pub fn from_argument(text: &str) -> Self {
         Self::from_json(text).unwrap_or_else(|_| Self::Text(text.to_owned()))
     }
 
     /// Returns a field of an object.
-    pub(crate) fn field(&self, name: &str) -> Option<&Self> {
+    pub fn field(&self, name: &str) -> Option<&Self> {
         match self {
             Self::Map(fields) => fields.iter().find(|(known, _)| known == name).map(|(_, value)| value),
             _ => None,
