@@ -83,8 +83,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         ..request(args, &way, &engine, prompts.asked(&codec)?.with_decoys(decoys)?)
     };
     let mut live = LiveAnswer::new(&codec, &args.sampling.stop, !args.json)?;
-    let generation = engine.generate(&request, &mut live)?;
-    let text = live.finish()?;
+    let mut generation = engine.generate(&request, &mut live)?;
+    let text = live.finish(&mut generation)?;
     let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
     show(args, &way, &engine, (text, read_back), &generation, asleep)
 }

@@ -5,6 +5,7 @@
 //! ```
 
 mod clock;
+mod decoding;
 mod generation;
 mod json;
 mod message;

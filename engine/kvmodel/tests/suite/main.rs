@@ -15,3 +15,4 @@ mod rotated;
 mod rules;
 mod sinks;
 mod stored;
+mod streams;
