@@ -50,7 +50,7 @@ impl AnswerProgress {
         counting(&self.bar)(done, total);
         let elapsed = self.begun.elapsed();
         if let Some(line) = self.lines.as_mut().and_then(|lines| lines.line(done, total, elapsed)) {
-            eprintln!("{line}");
+            note!("{line}");
         }
     }
 

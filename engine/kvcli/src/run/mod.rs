@@ -72,9 +72,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let asleep = engine.report().chunk_sleep;
     engine.profiler().reset();
     if let Some(note) = prompts.note() {
-        eprintln!("{note}");
+        note!("{note}");
     } else if args.way.is_usual() && !args.no_chunk_cache && !args.full_attention && prompts.has_documents() {
-        eprintln!("{}", explained(&usual));
+        note!("{}", explained(&usual));
     }
     let forced = args.sampling.answer();
     let request = Request {
@@ -153,21 +153,19 @@ fn show(
     out.flush()?;
     let hits = generation.chunks.iter().filter(|c| c.hit).count();
     if generation.tokens.is_empty() && generation.finish == FinishReason::Stop {
-        eprintln!("The model ended its answer immediately, without any text.");
+        note!("The model ended its answer immediately, without any text.");
     }
     if generation.finish == FinishReason::Length {
-        eprintln!("{}", cut(args, generation));
+        note!("{}", cut(args, generation));
     }
     let no_room = report.chunk_cache.as_ref().map_or(0, |cache| cache.uncached);
     if no_room > 0 {
-        eprintln!(
-            "{no_room} times, there was no room to keep a document; raise --kv-memory or --memory-share"
-        );
+        note!("{no_room} times, there was no room to keep a document; raise --kv-memory or --memory-share");
     }
     if generation.recomputed_tokens > 0 {
-        eprintln!("{} document tokens recomputed ({})", generation.recomputed_tokens, way.recompute);
+        note!("{} document tokens recomputed ({})", generation.recomputed_tokens, way.recompute);
     }
-    eprintln!(
+    note!(
         "{} prompt tokens, {} of them cached; {} of {} chunks hit; first token after {:.1} ms, {} new in {:.1} ms",
         generation.prompt_tokens,
         generation.cached_tokens,
@@ -177,15 +175,15 @@ fn show(
         generation.tokens.len(),
         ms(generation.total),
     );
-    eprintln!("{}", MemoryJson::of(engine));
+    note!("{}", MemoryJson::of(engine));
     if let Some(graphs) = GraphsJson::of(engine) {
-        eprintln!("{graphs}");
+        note!("{graphs}");
     }
     if let Some(sleep) = sleep {
-        eprintln!("{sleep}");
+        note!("{sleep}");
     }
     if args.profile {
-        eprint!("{}", engine.profiler().report());
+        note!("{}", engine.profiler().report().to_string().trim_end());
     }
     Ok(())
 }

@@ -56,9 +56,7 @@ impl<'a> TextStream<'a> {
     /// Returns [`Error::EmptyStop`] if a stop string is empty.
     pub fn new(codec: &'a TextCodec, stop: impl IntoIterator<Item = String>) -> Result<Self> {
         let stop: Vec<String> = stop.into_iter().collect();
-        if stop.iter().any(String::is_empty) {
-            return Err(Error::EmptyStop);
-        }
+        Self::check_stop(&stop)?;
         let stop_tokens = stop.iter().filter_map(|text| codec.special_token(text)).collect();
         Ok(Self {
             decoder: IncrementalDecoder::new(codec),
@@ -70,6 +68,14 @@ impl<'a> TextStream<'a> {
             stopped: false,
             failure: None,
         })
+    }
+
+    /// Checks stop strings before there is a text.
+    ///
+    /// # Errors
+    /// Returns [`Error::EmptyStop`] if a stop string is empty.
+    pub fn check_stop(stop: &[String]) -> Result<()> {
+        if stop.iter().any(String::is_empty) { Err(Error::EmptyStop) } else { Ok(()) }
     }
 
     /// Adds the answer's next token. Returns the new text that has become final. After a stop string, the
