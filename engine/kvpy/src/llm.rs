@@ -16,7 +16,7 @@ use pyo3::sync::MutexExt;
 
 use crate::chunks::PyChunkCacheConfig;
 use crate::device::{ModelDevice, open_model};
-use crate::error::{CallError, Result};
+use crate::error::{CallError, KvCacheError, Result};
 use crate::metrics::PyChunkCacheMetrics;
 use crate::names::dtype;
 use crate::prompt::PyChunkedPrompt;
@@ -81,7 +81,10 @@ impl Running<'_> {
         Ok(())
     }
 
-    fn output(self, end: &Generation) -> Result<RequestOutput> {
+    fn output(mut self) -> Result<RequestOutput> {
+        let Some(end) = self.end.take() else { return Err(kvengine::Error::Cancelled.into()) };
+        // A stop string may be in the text that was held back.
+        self.text.rest()?;
         let length = end.finish == FinishReason::Length && !self.text.is_stopped();
         Ok(RequestOutput {
             text: self.text.finish()?,
@@ -113,8 +116,8 @@ impl Llm {
         Ok((engine, codec, way))
     }
 
-    /// Locks the engine. Waits without holding Python's lock, because the thread that has locked the engine
-    /// may need Python's lock.
+    /// Locks the engine. Waits without holding Python's lock. No Python code runs while the engine is locked, so
+    /// that a signal handler can use the model during an answer.
     fn engine(&self, py: Python<'_>) -> MutexGuard<'_, Engine> {
         self.engine.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
@@ -152,34 +155,36 @@ impl Llm {
         }
     }
 
-    fn answer(
-        &self,
-        py: Python<'_>,
-        engine: &mut Engine,
-        prompts: Vec<PromptTokens>,
-        params: &[PyRef<'_, SamplingParams>],
-    ) -> PyResult<Vec<RequestOutput>> {
-        let mut running = Vec::with_capacity(prompts.len());
-        for (i, prompt) in prompts.into_iter().enumerate() {
-            let params = &params[if params.len() == 1 { 0 } else { i }];
-            let text = TextStream::new(&self.codec, params.stop.iter().cloned()).map_err(CallError::from)?;
-            let request = self.request(engine, prompt, params);
-            let answer = engine.submit(request).map_err(CallError::from)?;
-            running.push(Running { answer, text, tokens: Vec::new(), end: None });
-        }
-        while running.iter().any(|one| one.end.is_none()) {
-            let step = || {
-                engine.step()?;
-                running.iter_mut().try_for_each(Running::read)
-            };
-            py.detach(step)?;
+    /// Submits a prompt.
+    fn submit(&self, py: Python<'_>, prompt: PromptTokens, params: &SamplingParams) -> Result<Running<'_>> {
+        let text = TextStream::new(&self.codec, params.stop.iter().cloned())?;
+        let mut engine = self.engine(py);
+        let request = self.request(&engine, prompt, params);
+        let answer = engine.submit(request)?;
+        Ok(Running { answer, text, tokens: Vec::new(), end: None })
+    }
+
+    /// Runs a step for the prompts of all threads.
+    fn step(&self) -> Result<()> {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).step()?;
+        Ok(())
+    }
+
+    /// Answers prompts together. A prompt that fails does not affect the others. Between two steps, other threads
+    /// and Python's signal handlers may use the model.
+    fn answer(&self, py: Python<'_>, running: &mut [PyResult<Running<'_>>]) -> PyResult<()> {
+        let is_running = |one: &PyResult<Running<'_>>| one.as_ref().is_ok_and(|one| one.end.is_none());
+        while running.iter().any(is_running) {
+            py.detach(|| self.step())?;
+            for one in running.iter_mut() {
+                if let Some(error) = one.as_mut().ok().and_then(|one| one.read().err()) {
+                    // Dropping the answer cancels the request.
+                    *one = Err(error.into());
+                }
+            }
             py.check_signals()?;
         }
-        let output = |mut one: Running<'_>| {
-            let end = one.end.take();
-            end.map_or_else(|| Err(CallError::Engine(kvengine::Error::Cancelled)), |end| one.output(&end))
-        };
-        Ok(running.into_iter().map(output).collect::<Result<_>>()?)
+        Ok(())
     }
 }
 
@@ -255,20 +260,33 @@ impl Llm {
     /// string (which is cut at the separator), a list of token IDs, or a `ChunkedPrompt`. A list of
     /// `sampling_params` has one entry per prompt. With `chat`, a string becomes the user's message in the
     /// model's chat template.
+    ///
+    /// If a prompt in a list fails, the list of answers has the `KvCacheError` in its place. The error of a
+    /// prompt that is not in a list is raised. An answer that outgrows the cache's memory is no error: it ends
+    /// with the reason `"length"`.
     #[pyo3(signature = (prompts, sampling_params = None, *, chat = false))]
-    fn generate(
+    fn generate<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         prompts: &Bound<'_, PyAny>,
         sampling_params: Option<&Bound<'_, PyAny>>,
         chat: bool,
-    ) -> PyResult<Vec<RequestOutput>> {
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let several = prompts.try_iter().ok().filter(|_| prompts.extract::<&str>().is_err());
         let ids = prompts.extract::<Vec<u32>>().is_ok_and(|ids| !ids.is_empty());
-        let prompts: Vec<PromptTokens> = match several {
-            Some(prompts) if !ids => prompts.map(|one| self.prompt(&one?, chat)).collect::<PyResult<_>>()?,
-            _ => vec![self.prompt(prompts, chat)?],
+        let (prompts, in_list) = match several {
+            Some(prompts) if !ids => {
+                let prompts = prompts.map(|one| Ok(self.prompt(&one?, chat)));
+                (prompts.collect::<PyResult<Vec<_>>>()?, true)
+            }
+            _ => (vec![self.prompt(prompts, chat)], false),
         };
+        // An error that is not about a prompt's contents is a wrong call.
+        let wrong = |prompt: &PyResult<PromptTokens>| {
+            let error = prompt.as_ref().err().filter(|error| !error.is_instance_of::<KvCacheError>(py));
+            error.map_or(Ok(()), |error| Err(error.clone_ref(py)))
+        };
+        prompts.iter().try_for_each(wrong)?;
         let default = py.import("kvcache._native")?.getattr("SamplingParams")?;
         let params: Vec<PyRef<'_, SamplingParams>> = match sampling_params {
             None => vec![default.call0()?.extract()?],
@@ -283,15 +301,30 @@ impl Llm {
             );
             return Err(PyValueError::new_err(text));
         }
-        let mut guard = self.engine(py);
-        let engine: &mut Engine = &mut guard;
-        let answered = self.answer(py, engine, prompts, &params);
+        let params = params.iter().cycle().map(|params| &**params);
+        let submit = |(prompt, params): (PyResult<PromptTokens>, &SamplingParams)| {
+            prompt.and_then(|prompt| Ok(self.submit(py, prompt, params)?))
+        };
+        let mut running: Vec<PyResult<Running<'_>>> = prompts.into_iter().zip(params).map(submit).collect();
+        let answered = self.answer(py, &mut running);
         if answered.is_err() {
-            // One more step ends the requests that were not answered, so nothing stays held. Its result is
-            // dropped, because the first failure is the one to report.
-            drop(py.detach(|| engine.step()));
+            running.clear();
         }
-        answered
+        if answered.is_err() || running.iter().any(Result::is_err) {
+            // One more step ends the requests that were cancelled, so nothing stays held. Its result is dropped,
+            // because the first failure is the one to report.
+            drop(py.detach(|| self.step()));
+        }
+        answered?;
+        let output = |one: PyResult<Running<'_>>| {
+            let output = one.and_then(|one| Ok(one.output()?));
+            match output {
+                Ok(output) => Ok(Bound::new(py, output)?.into_any()),
+                Err(error) if in_list => Ok(error.into_value(py).into_bound(py).into_any()),
+                Err(error) => Err(error),
+            }
+        };
+        running.into_iter().map(output).collect()
     }
 
     /// Returns the chunk cache's counts and gauges.
