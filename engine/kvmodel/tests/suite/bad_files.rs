@@ -275,6 +275,7 @@ fn a_template_that_raises_is_named_by_its_file() {
 #[cfg(unix)]
 fn what_is_no_regular_file_is_named() {
     use std::os::unix::fs::symlink;
+    type Put = fn(&Path);
     let small = [
         "config.json",
         "tokenizer.json",
@@ -282,7 +283,6 @@ fn what_is_no_regular_file_is_named() {
         "generation_config.json",
         "chat_template.jinja",
     ];
-    type Put = fn(&Path);
     let puts: [(&str, Put); 5] = [
         ("a pipe", |path| {
             assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success())
