@@ -5,6 +5,8 @@
 //! stored in matrix-unit tiles, which the strides of [`KvLayout`](kvcore::KvLayout) cannot describe. Rows are
 //! rotated while they are loaded, always from the stored original.
 
+mod apart;
+
 use std::sync::Arc;
 
 use kvcore::{DType, Error, KvArena, KvFormat, LayerRopes, Result, SlotMapping, Storage, WriteSlots};
@@ -144,7 +146,8 @@ impl ForeignCache {
     /// Returns [`Error::Zero`] for an extent or a number of layers that is 0, [`Error::NotComputed`] for
     /// another element type, [`Error::InvalidStrides`] and [`Error::NotMultiple`] for an order that does not
     /// support the extents or for pieces that overlap, [`Error::TooLarge`] if a plane reaches past its
-    /// memory, and [`Error::Misaligned`] if the memory is not aligned for its elements.
+    /// memory, [`Error::Misaligned`] if the memory is not aligned for its elements, and [`Error::Aliased`] if
+    /// two planes share an element, or overlap with different distances between their blocks, heads or tokens.
     pub fn new(shape: ForeignShape, layers: Vec<[ForeignPlane; 2]>) -> Result<Self> {
         let extents = [
             ("num_blocks", shape.num_blocks),
@@ -162,6 +165,7 @@ impl ForeignCache {
         for plane in layers.iter().flatten() {
             plane.check(&shape)?;
         }
+        apart::check(&shape, &layers)?;
         Ok(Self { shape, layers })
     }
 
@@ -213,7 +217,8 @@ impl ForeignCache {
     /// cache's, if `ropes` has a different number of layers, or if the slot lists of a load differ in length,
     /// [`Error::OutOfRange`] for a slot that does not exist, [`Error::Twice`] for a slot that is written
     /// twice, the errors of [`Rope::table`](kvcore::Rope::table) for a distance past the model's positions,
-    /// and [`Error::ForeignHandle`] for memory of another backend.
+    /// [`Error::Aliased`] if the arena shares memory with this cache, and [`Error::ForeignHandle`] for memory of
+    /// another backend.
     pub fn load(
         &self,
         backend: &CpuBackend,
@@ -271,6 +276,17 @@ impl ForeignCache {
             ("v_dim of the arena", own.dim, shape.v_dim),
         ] {
             same(what, expected, got)?;
+        }
+        let memory = |storage: &dyn Storage| (storage.address(), storage.address() + storage.len() as u64);
+        for own in arena.storages() {
+            let (start, end) = memory(own.as_ref());
+            let shares = |plane: &ForeignPlane| {
+                let (first, last) = memory(plane.storage.as_ref());
+                start < last && first < end
+            };
+            if self.layers.iter().flatten().any(shares) {
+                return Err(Error::Aliased { what: "the arena and another engine's cache" });
+            }
         }
         Ok(())
     }

@@ -283,3 +283,63 @@ fn wrong_layouts_and_slots_are_refused() {
     let half = arena(&backend, 32, DType::BF16, BlockOrder::TokenMajor, 1);
     assert!(matches!(good.cache.save(&backend, &half, &to, &vec![0].into()), Err(Error::Mismatch { .. })));
 }
+
+#[test]
+fn planes_that_share_elements_are_refused() {
+    let (block_size, dim, dtype) = (32, 16, DType::F32);
+    let shape = ForeignShape { num_blocks: BLOCKS, block_size, heads: HEADS, dim, dtype };
+    let piece = block_size * dim;
+    let elements = 8 * BLOCKS * HEADS * piece;
+    let memory: Arc<dyn Storage> =
+        Arc::new(CpuStorage::allocate(MemoryKind::System, dtype.bytes_for(elements).unwrap()).unwrap());
+    let plane = |start, order| ForeignPlane {
+        storage: Arc::clone(&memory),
+        start,
+        block: HEADS * 2 * piece,
+        head: 2 * piece,
+        order,
+    };
+    let (columns, rows) = (ForeignOrder::Columns, ForeignOrder::Rows { token: dim });
+    let layer = |start| [plane(start, columns), plane(start + piece, rows)];
+    let far = 2 * BLOCKS * HEADS * piece;
+    let new = |layers: Vec<[ForeignPlane; 2]>| ForeignCache::new(shape.clone(), layers);
+    new(vec![layer(0), layer(far)]).unwrap();
+    let aliased = |layers| matches!(new(layers), Err(Error::Aliased { .. }));
+    assert!(aliased(vec![layer(0), layer(0)]), "two layers over one memory");
+    assert!(aliased(vec![[plane(0, columns), plane(0, rows)]]), "keys that are values");
+    assert!(aliased(vec![[plane(0, columns), plane(piece - 1, rows)]]), "a value within the keys");
+    assert!(aliased(vec![layer(0), layer(2 * piece)]), "a layer that begins at the second head of another");
+    assert!(
+        aliased(vec![layer(0), layer(far - 2 * piece)]),
+        "a layer that begins at the last head of another"
+    );
+    assert!(aliased(vec![layer(far), layer(0), layer(far + 1)]), "the third layer");
+    let other_distance = ForeignPlane { head: 3 * piece, block: HEADS * 3 * piece, ..plane(piece, rows) };
+    assert!(aliased(vec![[plane(0, columns), other_distance]]), "planes that cannot be compared");
+}
+
+#[test]
+fn an_arena_inside_the_other_engines_cache_is_refused() {
+    let backend = CpuBackend::new();
+    let arena = arena(&backend, 16, DType::F32, BlockOrder::TokenMajor, 1);
+    let elements = arena.k_plane().storage.len() / 4;
+    let shape = ForeignShape { num_blocks: 1, block_size: 8, heads: HEADS, dim: 16, dtype: DType::F32 };
+    let piece = 8 * 16;
+    let plane = |storage: &Arc<dyn Storage>, start| ForeignPlane {
+        storage: Arc::clone(storage),
+        start,
+        block: HEADS * piece,
+        head: piece,
+        order: ForeignOrder::Rows { token: 16 },
+    };
+    let (k, v) = (arena.k_plane().storage, arena.v_plane().storage);
+    assert!(elements >= LAYERS * HEADS * piece);
+    let layers = (0..LAYERS).map(|layer| [k, v].map(|storage| plane(storage, layer * HEADS * piece)));
+    let cache = ForeignCache::new(shape, layers.collect()).unwrap();
+    let ropes = RopeFamily::new(&vec![RopeConfig::new(16, 10_000.0); LAYERS], 64).unwrap().at(64).unwrap();
+    let load = ForeignLoad { from: vec![3].into(), to: vec![0].into(), delta: 0 };
+    let loaded = cache.load(&backend, &arena, &[load], &ropes);
+    assert!(matches!(loaded, Err(Error::Aliased { .. })), "{loaded:?}");
+    let saved = cache.save(&backend, &arena, &WriteSlots::unchecked(vec![3]), &vec![0].into());
+    assert!(matches!(saved, Err(Error::Aliased { .. })), "{saved:?}");
+}

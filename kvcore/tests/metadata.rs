@@ -74,3 +74,12 @@ fn a_block_costs_at_most_128_bytes_and_a_call_few_allocations() {
         println!("{kind:?}: {bytes:.1} bytes a block");
     }
 }
+
+#[test]
+fn a_pool_of_too_many_blocks_is_refused_before_it_takes_memory() {
+    for range in [0..u32::MAX, 0..(1 << 31), 7..(1 << 24) + 8, 0..(1 << 24) + 1] {
+        let error = kvcore::BlockPool::new(range.clone()).map(drop).unwrap_err();
+        assert!(matches!(error, kvcore::Error::TooLarge { .. }), "{range:?}: {error}");
+        assert!(error.to_string().contains("16777216"), "{error}");
+    }
+}

@@ -122,7 +122,7 @@ fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
         (None, _) => World::from_json(embedded::WORLD)?,
         (Some(_), Some(path)) => World::from_json(&read(&path)?)?,
         (Some(_), None) => {
-            eprintln!(
+            note!(
                 "no --dataset was given, so the questions are about {NOTES} invented notes (--texts N asks about N notes)"
             );
             return Ok(texts(NOTES));

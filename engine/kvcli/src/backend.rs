@@ -111,7 +111,7 @@ fn with_dense(
     match dense {
         Ok(dense) => Ok(OpenedBackend { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
-            eprintln!(
+            note!(
                 "note: norms and matrix products run on the CPU, which is slow and prevents captured decode steps, \
                  because {reason}"
             );

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use kvmodel::dense::Dense;
+use kvmodel::dense::{Dense, FileAccess};
 use kvmodel::{ModelDirectory, WeightFormat};
 
 use crate::args::WeightsFormat;
@@ -11,12 +11,13 @@ use crate::embedded;
 use crate::error::{Error, Result};
 use crate::progress::bar;
 
-/// Returns the weight format for the value of `--weights`.
-pub(crate) fn format(weights: WeightsFormat) -> WeightFormat {
+/// Returns the weight format and the access to weight files for the value of `--weights`.
+pub(crate) fn format(weights: WeightsFormat) -> (WeightFormat, FileAccess) {
     match weights {
-        WeightsFormat::Stored => WeightFormat::Stored,
-        WeightsFormat::F32 => WeightFormat::F32,
-        WeightsFormat::Q8 => WeightFormat::Q8,
+        WeightsFormat::Stored => (WeightFormat::Stored, FileAccess::MapLarge),
+        WeightsFormat::F32 => (WeightFormat::F32, FileAccess::MapLarge),
+        WeightsFormat::Q8 => (WeightFormat::Q8, FileAccess::MapLarge),
+        WeightsFormat::Copy => (WeightFormat::Stored, FileAccess::Copy),
     }
 }
 
@@ -27,12 +28,12 @@ pub(crate) fn model(
     dense: Arc<dyn Dense>,
 ) -> Result<ModelDirectory> {
     let format = format(weights);
-    let Some(dir) = dir else { return embedded::load(format, dense) };
+    let Some(dir) = dir else { return embedded::load(format.0, dense) };
     if !dir.exists() {
         return Err(Error::NoModel(dir.to_owned()));
     }
     let bar = bar("weights", "{bytes}/{total_bytes}", true);
-    let loaded = ModelDirectory::load_with(dir, format, dense, &mut |done, total| {
+    let loaded = ModelDirectory::load_by(dir, format, dense, &mut |done, total| {
         bar.set_length(total);
         bar.set_position(done);
     });

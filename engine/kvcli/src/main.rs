@@ -6,8 +6,11 @@
 //! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`devices`]: the commands
 //! - [`asking`], [`decoys`]: the engine and the questions of `eval` and `tune`; files with decoys
 //! - [`backend`], [`load`], [`embedded`]: devices and models
-//! - [`report`], [`progress`], [`plot`], [`memory`]: the output
+//! - [`report`], [`progress`], [`plot`], [`memory`], [`notes`]: the output
 //! - [`error`]: failures, with advice
+
+#[macro_use]
+mod notes;
 
 mod args;
 mod asking;
@@ -48,9 +51,9 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }
         Err(error) => {
-            eprintln!("error: {error}");
+            note!("error: {error}");
             if let Some(hint) = error.hint() {
-                eprintln!("hint: {hint}");
+                note!("hint: {hint}");
             }
             ExitCode::FAILURE
         }

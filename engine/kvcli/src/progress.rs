@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use kvengine::{FinishReason, Generation};
 use kvmodel::{Observer, TextCodec, TextStream};
 
 use crate::error::Result;
@@ -49,7 +50,7 @@ impl AnswerProgress {
         counting(&self.bar)(done, total);
         let elapsed = self.begun.elapsed();
         if let Some(line) = self.lines.as_mut().and_then(|lines| lines.line(done, total, elapsed)) {
-            eprintln!("{line}");
+            note!("{line}");
         }
     }
 
@@ -112,14 +113,17 @@ impl<'a> LiveAnswer<'a> {
 
 impl LiveAnswer<'_> {
     /// Prints the text that was held back, such as bytes that never became a character, and returns the whole
-    /// text.
-    pub(crate) fn finish(mut self) -> Result<String> {
+    /// text. If the text that was held back contains a stop string, sets the generation's reason accordingly.
+    pub(crate) fn finish(mut self, generation: &mut Generation) -> Result<String> {
         if let Some(failure) = self.failure {
             return Err(failure.into());
         }
-        let rest = self.text.rest();
+        let rest = self.text.rest()?;
         if self.print {
             std::io::stdout().write_all(if self.begun { rest } else { rest.trim_start() }.as_bytes())?;
+        }
+        if self.text.is_stopped() {
+            generation.finish = FinishReason::StopString;
         }
         Ok(self.text.finish()?)
     }

@@ -453,6 +453,42 @@ fn run_has_the_seeds_metrics() {
 }
 
 #[test]
+fn counts_without_bound_are_refused_with_their_limit() {
+    const MOST: &str = "18446744073709551615";
+    fails(&["eval", "--seeds", "9223372036854775807"], 2, "100000");
+    fails(&["tune", "--seeds", MOST], 2, "100000");
+    for count in ["--requests", "--prompt-tokens", "--answer-tokens", "--shared-prefix"] {
+        fails(&["bench", "serve", "--size", "1x64", count, MOST], 1, "limit");
+    }
+    for count in ["--requests", "--documents", "--document-tokens", "--per-request"] {
+        fails(&["bench", "rag", "--size", "1x64", count, MOST], 1, "limit");
+    }
+}
+
+#[test]
+fn bench_serve_counts_requests_that_fail_and_answers_that_are_cut_short() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace.jsonl");
+    let line = |prompt: usize, answer: usize| {
+        format!("{{\"at\": 0, \"prompt_tokens\": {prompt}, \"answer_tokens\": {answer}}}\n")
+    };
+    let name = trace.to_str().unwrap();
+    let serve = ["bench", "serve", "--json", "--size", "1x64", "--kv-memory", "1", "--trace", name];
+    std::fs::write(&trace, line(9, 4) + &line(100_000, 4) + &line(9, 100_000) + &line(9, 4)).unwrap();
+    let report = run_json(&serve);
+    assert_eq!(
+        (&report["requests"], &report["failed"], &report["shortened"]),
+        (&4.into(), &1.into(), &1.into())
+    );
+    assert_eq!(report["ttft_ms"].as_array().unwrap().len(), 3);
+    assert!(report["answer_tokens"].as_u64().unwrap() > 100 + 2 * 4, "{report}");
+    assert!(report["first_failure"].as_str().is_some_and(|failure| !failure.is_empty()), "{report}");
+    // If no request is answered, there is nothing to report.
+    std::fs::write(&trace, line(100_000, 4)).unwrap();
+    fails(&serve, 1, "99999");
+}
+
+#[test]
 fn bench_serve_plays_arrivals_drawn_or_from_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();

@@ -1,5 +1,6 @@
 //! The engine: the public interface to a runner and its scheduler.
 
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -74,7 +75,8 @@ impl Engine {
     /// Both engines enqueue their work on the same stream, so a delayed error that one engine caused may be
     /// reported to the other. Both use the tenants and the chunk cache settings of this engine, and
     /// [`report`](Self::report) counts the blocks of both engines. A request does not wait for blocks that
-    /// the other engine holds; it fails with [`OutOfBlocks`](kvcore::Error::OutOfBlocks).
+    /// the other engine holds; it fails with [`OutOfBlocks`](kvcore::Error::OutOfBlocks), or ends with
+    /// [`FinishReason::Length`] if its answer has begun.
     ///
     /// # Errors
     /// - Returns [`kvcore::Error::Mismatch`] if the keys and values of `model` differ in shape from this
@@ -232,9 +234,24 @@ impl Engine {
     /// - Returns [`Error::EmptyPrompt`], [`kvmodel::Error::TokenOutOfVocabulary`] or
     ///   [`kvchunk::Error::TooLong`] if the prompt cannot be computed.
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool is too small for the prompt, and
-    ///   [`kvcore::Error::TooLarge`] if a static cache is too short for the prompt.
+    ///   [`kvcore::Error::TooLarge`] if a static cache is too short for the prompt. An answer that outgrows the
+    ///   pool is no error: it ends with [`FinishReason::Length`].
+    /// - Returns [`Error::CacheOverflow`] or [`Error::NotNumbers`] if the model's logits are not numbers.
     /// - Returns [`Error::Asleep`] if the pool of sequences is [asleep](Self::sleep).
+    ///
+    /// # Panics
+    /// Panics if `observer`, the backend or the request's strategy does. Before the panic continues, the request
+    /// is ended, so no blocks are held for it.
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
+        let generated = catch_unwind(AssertUnwindSafe(|| self.generate_observed(request, observer)));
+        generated.unwrap_or_else(|panic| {
+            // The answer was dropped, so the request is cancelled.
+            self.scheduler.end_some(&mut self.runner);
+            resume_unwind(panic)
+        })
+    }
+
+    fn generate_observed(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let mut answer = self.submit(Request { samples: 1, ..request.clone() })?;
         let (mut seen, mut complete) = (0, None);
         loop {
@@ -309,6 +326,9 @@ impl Engine {
 
     /// Runs one step for the submitted requests: a token for each answer, and pieces of prompts. An error of
     /// a single request is delivered to its [`Answer`].
+    ///
+    /// If the backend or a request's strategy panics, the panic continues in the caller after all requests that
+    /// have begun have ended with [`Error::Interrupted`]. Waiting requests are answered by later steps.
     ///
     /// # Errors
     /// Returns [`Error::Asleep`] if the pool of sequences is [asleep](Self::sleep).

@@ -52,6 +52,28 @@ pub enum Error {
         /// The allowed values.
         needed: &'static str,
     },
+    /// The logits of a request are not numbers, because the cache's format cannot store a layer's keys or values.
+    #[error(
+        "no token can be chosen: the keys or values of layer {layer} exceed the range of the cache format {format}, so \
+         the logits are not numbers; use the format bf16 or f32"
+    )]
+    CacheOverflow {
+        /// The first layer whose keys or values are too large.
+        layer: usize,
+        /// The format of the cache.
+        format: kvcore::KvFormat,
+    },
+    /// The logits of a request contain a value that is not a number, or no finite value.
+    #[error(
+        "no token can be chosen: the logits are not numbers{}; check the model's weights and configuration, and try the \
+         cache format f32",
+        first_broken(*.layer)
+    )]
+    NotNumbers {
+        /// The first layer whose keys or values are not numbers, or `None` if all of them are, or if they are no
+        /// longer stored.
+        layer: Option<usize>,
+    },
     /// An operation needs chunks, but the engine has a static or a grouped cache. The string suggests what to
     /// do instead.
     #[error("static and grouped caches cannot keep chunks; {0}")]
@@ -80,6 +102,12 @@ pub enum Error {
         "the request was stopped by its observer, and its memory was released; send it again to get an answer"
     )]
     Cancelled,
+    /// The step that computed the request was interrupted by a panic in an observer, a backend or a strategy.
+    #[error(
+        "a panic interrupted the step that computed the request, and its memory was released; send it again to get an \
+         answer"
+    )]
+    Interrupted,
     /// A pass that computed tokens of several requests failed.
     #[error("the pass over this and other requests failed: {0}")]
     Pass(std::sync::Arc<Error>),
@@ -145,6 +173,11 @@ impl From<kvmodel::Error> for Error {
             other => Self::Model(other),
         }
     }
+}
+
+/// Names the first layer that computed something else than numbers.
+fn first_broken(layer: Option<usize>) -> String {
+    layer.map(|layer| format!(", beginning with the keys or values of layer {layer}")).unwrap_or_default()
 }
 
 /// A result with this crate's [`Error`].

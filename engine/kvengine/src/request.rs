@@ -112,7 +112,7 @@ pub struct Request {
     /// True to ignore end tokens, to measure answers of a fixed length.
     pub ignore_end: bool,
     /// Biases to add to the logits of individual tokens, as `(token, bias)`, before a token is chosen.
-    /// Negative infinity excludes a token.
+    /// Negative infinity excludes a token. At least one token must not be excluded.
     pub logit_bias: Arc<[(u32, f32)]>,
     /// The number of most likely tokens to report at each position, with their log-probabilities, in addition
     /// to the log-probability of the answer's token. `None` reports no log-probabilities.
@@ -228,9 +228,10 @@ impl Sampling {
     /// Returns [`Error::Sampling`] for the first setting that is out of range.
     pub fn check(&self) -> Result<()> {
         let share = |x: f32| (0.0..=1.0).contains(&x);
+        let warm = self.temperature.is_finite() && self.temperature >= 0.0;
         let positive = self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0;
         for (setting, value, fits, needed) in [
-            ("temperature", self.temperature, self.temperature.is_finite(), "a finite number"),
+            ("temperature", self.temperature, warm, "a finite number, 0 or more"),
             ("top_p", self.top_p, share(self.top_p) && self.top_p > 0.0, "above 0 and at most 1"),
             ("min_p", self.min_p, share(self.min_p), "from 0 to 1"),
             ("repetition_penalty", self.repetition_penalty, positive, "above 0"),
@@ -344,7 +345,8 @@ pub enum FinishReason {
     /// The answer was declared complete, for example because its text contains a stop string.
     #[serde(rename = "stop-string")]
     StopString,
-    /// The answer reached the token limit, the model's last position, or the end of a static cache.
+    /// The answer reached the token limit, the model's last position, or the end of a static cache, or the pool
+    /// has no room for another token.
     Length,
 }
 

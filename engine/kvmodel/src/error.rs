@@ -14,6 +14,15 @@ pub enum Error {
         /// The error from the system.
         source: std::io::Error,
     },
+    /// A weight file that is mapped into memory has changed, so that the model's weights may have changed too.
+    #[error(
+        "{path} has changed since the model was loaded; load the model again, or copy its weights into memory (kvc run \
+         --weights copy) before files change"
+    )]
+    FileChanged {
+        /// The path of the file.
+        path: PathBuf,
+    },
     /// A model file is malformed.
     #[error("{path}: {}", .source.reason())]
     File {

@@ -19,13 +19,31 @@ pub(crate) struct SmallFile {
     bytes: Vec<u8>,
 }
 
+/// The maximum size in bytes of a file that is read as a whole: 512 MiB. The largest tokenizers have 50 MiB.
+const MOST_BYTES: u64 = 512 << 20;
+
+const BROKEN_LINK: &str = "it is a link to a file that does not exist; download the model again";
+
+/// Reads a regular file. Reading a pipe could wait forever, and a device may have no end.
+fn bytes_of(path: &Path) -> std::io::Result<Vec<u8>> {
+    let wrong = |reason: String| Err(std::io::Error::new(ErrorKind::InvalidInput, reason));
+    let data = std::fs::metadata(path)?;
+    if !data.is_file() {
+        return wrong("it is not a regular file".to_owned());
+    }
+    if data.len() > MOST_BYTES {
+        return wrong(format!("it has {} bytes, more than the limit of {MOST_BYTES}", data.len()));
+    }
+    std::fs::read(path)
+}
+
 impl SmallFile {
     /// Reads a file.
     ///
     /// # Errors
     /// Returns [`Error::Io`], with the path, if the file cannot be read.
     pub(crate) fn read(path: PathBuf) -> Result<Self> {
-        match std::fs::read(&path) {
+        match bytes_of(&path) {
             Ok(bytes) => Ok(Self { path, bytes }),
             Err(source) => Err(Error::Io { path, source }),
         }
@@ -38,7 +56,14 @@ impl SmallFile {
     pub(crate) fn read_if_there(path: PathBuf) -> Result<Option<Self>> {
         match Self::read(path) {
             Ok(file) => Ok(Some(file)),
-            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
+            Err(Error::Io { path, source }) if source.kind() == ErrorKind::NotFound => {
+                // An interrupted download leaves a link without its file.
+                if path.is_symlink() {
+                    let source = std::io::Error::new(ErrorKind::NotFound, BROKEN_LINK);
+                    return Err(Error::Io { path, source });
+                }
+                Ok(None)
+            }
             Err(error) => Err(error),
         }
     }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::config::ModelConfig;
-use crate::dense::{Dense, HostDense, WeightFormat};
+use crate::dense::{Dense, FileAccess, HostDense, WeightFormat};
 use crate::error::{Error, Result};
 use crate::files::SmallFile;
 use crate::gguf;
@@ -45,11 +45,24 @@ impl ModelDirectory {
         dense: Arc<dyn Dense>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self> {
+        Self::load_by(path, (format, FileAccess::default()), dense, progress)
+    }
+
+    /// Like [`load_with`](Self::load_with), but with a choice between mapping and copying large weight files.
+    ///
+    /// # Errors
+    /// Returns the errors of [`load_with`](Self::load_with).
+    pub fn load_by(
+        path: &Path,
+        (format, access): (WeightFormat, FileAccess),
+        dense: Arc<dyn Dense>,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self> {
         if path.is_file() {
-            let (model, codec, notes) = gguf::load(path, format, dense, progress)?;
+            let (model, codec, notes) = gguf::load(path, (format, access), dense, progress)?;
             Ok(Self { model, codec, notes })
         } else {
-            directory(path, format, dense, progress)
+            directory(path, (format, access), dense, progress)
         }
     }
 
@@ -75,7 +88,7 @@ impl ModelDirectory {
 /// Loads a Hugging Face directory.
 fn directory(
     dir: &Path,
-    format: WeightFormat,
+    (format, access): (WeightFormat, FileAccess),
     dense: Arc<dyn Dense>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<ModelDirectory> {
@@ -84,8 +97,9 @@ fn directory(
     if let Some(generation) = SmallFile::read_if_there(dir.join("generation_config.json"))? {
         generation.parse(|text| config.add_generation_config(text))?;
     }
+    config.check().map_err(|error| error.in_file(dir.join("config.json")))?;
     let codec = TextCodec::from_directory(dir)?;
-    let weights = Weights::from_directory(dir, progress)?;
+    let weights = Weights::open_directory(dir, access, progress)?;
     notes.extend(notes::untie(&mut config, &weights));
     let model = Model::with_dense(config, weights, format, dense).map_err(|error| match &error {
         Error::Weight { name, .. } => {

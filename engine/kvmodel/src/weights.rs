@@ -8,7 +8,7 @@ use rand::{RngExt, SeedableRng};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 
-use crate::dense::{SharedBytes, StoredType, StoredWeight};
+use crate::dense::{FileAccess, SharedBytes, StoredType, StoredWeight, WeightFile};
 use crate::error::{Error, Result, WeightProblem};
 use crate::files::SmallFile;
 
@@ -23,13 +23,16 @@ const NO_WEIGHTS: &str = "it has neither model.safetensors nor model.safetensors
 /// A model's tensors by name, with a hash that identifies them. A tensor's shape is checked when the model
 /// takes it.
 ///
-/// Files are memory-mapped. The model takes the tensors, which are parts of the mapped files, one by one.
-/// Dense steps that use weights unchanged keep these parts, so nothing is copied, and processes that run
-/// the same model share the memory.
+/// Large files are memory-mapped. The model takes the tensors, which are parts of the files, one by one. Dense
+/// steps that use weights unchanged keep these parts, so mapped weights are not copied, and processes that run
+/// the same model share the memory. [`Model::check_files`](crate::Model::check_files) notices a mapped file that
+/// has changed.
 #[derive(Debug)]
 pub struct Weights {
     source: WeightSource,
     digest: blake3::Hash,
+    /// The files that the tensors are parts of.
+    files: Vec<WeightFile>,
 }
 
 #[derive(Debug)]
@@ -41,8 +44,8 @@ enum WeightSource {
 
 impl Weights {
     /// Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. Calls `progress`
-    /// with the number of bytes read so far and the total number. The files must not change while the model
-    /// is in use ([`SharedBytes::map`]).
+    /// with the number of bytes read so far and the total number. Files that are mapped ([`FileAccess`]) must not
+    /// change while the model is in use.
     ///
     /// # Errors
     /// - Returns [`Error::Io`], with the path, if a file cannot be read.
@@ -50,6 +53,15 @@ impl Weights {
     ///   or the index of shards is wrong. The error names a tensor that is truncated or has an unsupported
     ///   element type.
     pub fn from_directory(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
+        Self::open_directory(dir, FileAccess::default(), progress)
+    }
+
+    /// Reads or maps the weight files of a directory.
+    pub(crate) fn open_directory(
+        dir: &Path,
+        access: FileAccess,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Self> {
         let single = dir.join(SINGLE);
         let files = if single.exists() {
             vec![single]
@@ -62,19 +74,19 @@ impl Weights {
         let size = |path: &Path| std::fs::metadata(path).map_or(0, |m| m.len());
         let total = files.iter().map(|file| size(file)).sum();
         let (mut done, mut hasher) = (0, blake3::Hasher::new());
-        let mut tensors = BTreeMap::new();
+        let (mut tensors, mut opened) = (BTreeMap::new(), Vec::new());
         for path in files {
             progress(done, total);
             let io = |source| Error::Io { path: path.clone(), source };
-            let file = std::fs::File::open(&path).and_then(|file| SharedBytes::map(&file)).map_err(io)?;
-            let length = file.len() as u64;
-            let mut reader = FileReader { file, at: 0, hasher: &mut hasher };
+            let file = WeightFile::open(&path, access).map_err(io)?;
+            let mut reader = FileReader { file: file.bytes().clone(), at: 0, hasher: &mut hasher };
             let mut report = |at: usize| progress(done + at as u64, total);
             tensors.extend(reader.tensors(&mut report).map_err(|error| error.in_file(path))?);
-            done += length;
+            done += file.bytes().len() as u64;
+            opened.push(file);
         }
         progress(done, total);
-        Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() })
+        Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize(), files: opened })
     }
 
     /// Parses the bytes of one safetensors file.
@@ -86,7 +98,7 @@ impl Weights {
         let mut hasher = blake3::Hasher::new();
         let mut reader = FileReader { file: bytes.to_vec().into(), at: 0, hasher: &mut hasher };
         let tensors = reader.tensors(&mut |_| ())?;
-        Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() })
+        Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize(), files: Vec::new() })
     }
 
     /// Creates weights from tensors that the caller has already read, for example `Q8_0` or `Q4_K` blocks,
@@ -102,14 +114,26 @@ impl Weights {
             hasher.update(head.as_bytes());
             hasher.update(tensor.bytes());
         }
-        Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() }
+        Self { source: WeightSource::Stored(tensors), digest: hasher.finalize(), files: Vec::new() }
+    }
+
+    /// Adds a file that the tensors are parts of.
+    pub(crate) fn with_file(mut self, file: WeightFile) -> Self {
+        self.files.push(file);
+        self
+    }
+
+    /// Removes and returns the files that the tensors are parts of.
+    pub(crate) fn take_files(&mut self) -> Vec<WeightFile> {
+        std::mem::take(&mut self.files)
     }
 
     /// Creates random weights, for benchmarks: any tensor can be taken, with any shape. The elements of
     /// vectors (norms and biases) are near 1, and projections roughly preserve the magnitude of their input.
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
-        Self { source: WeightSource::Random(Box::new(StdRng::seed_from_u64(seed))), digest }
+        let source = WeightSource::Random(Box::new(StdRng::seed_from_u64(seed)));
+        Self { source, digest, files: Vec::new() }
     }
 
     /// Returns the hash that identifies the weights: the hash of all files, of the given tensors, or of the

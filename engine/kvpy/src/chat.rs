@@ -24,8 +24,11 @@ pub(crate) fn with_variables(codec: &TextCodec, given: Option<&Bound<'_, PyDict>
     Ok(codec.with_variables(variables).map_err(CallError::from)?)
 }
 
-/// Encodes a conversation, or each of several.
-pub(crate) fn conversations(codec: &TextCodec, given: &Bound<'_, PyAny>) -> PyResult<Vec<PromptTokens>> {
+/// Encodes a conversation, or each of several. Returns true with the prompts if there may be several.
+pub(crate) fn conversations(
+    codec: &TextCodec,
+    given: &Bound<'_, PyAny>,
+) -> PyResult<(Vec<PyResult<PromptTokens>>, bool)> {
     let wrong = || PyTypeError::new_err("messages must be a list of dictionaries, or a list of such lists");
     let list: Vec<Bound<'_, PyAny>> = given.extract().map_err(|_| wrong())?;
     let encoded = |messages: &Bound<'_, PyAny>| {
@@ -33,7 +36,7 @@ pub(crate) fn conversations(codec: &TextCodec, given: &Bound<'_, PyAny>) -> PyRe
         Ok(PromptTokens::from_conversation(codec, &messages, []).map_err(CallError::from)?)
     };
     match list.first() {
-        Some(first) if !first.is_instance_of::<PyDict>() => list.iter().map(encoded).collect(),
-        _ => Ok(vec![encoded(given)?]),
+        Some(first) if !first.is_instance_of::<PyDict>() => Ok((list.iter().map(encoded).collect(), true)),
+        _ => Ok((vec![encoded(given)], false)),
     }
 }

@@ -19,7 +19,7 @@ use pyo3::types::PyDict;
 use crate::chat::{conversations, with_variables};
 use crate::chunks::PyChunkCacheConfig;
 use crate::device::{ModelDevice, open_model};
-use crate::error::{CallError, Result};
+use crate::error::{CallError, KvCacheError, Result};
 use crate::metrics::PyChunkCacheMetrics;
 use crate::names::dtype;
 use crate::prompt::PyChunkedPrompt;
@@ -84,7 +84,10 @@ impl Running<'_> {
         Ok(())
     }
 
-    fn output(self, end: &Generation) -> Result<RequestOutput> {
+    fn output(mut self) -> Result<RequestOutput> {
+        let Some(end) = self.end.take() else { return Err(kvengine::Error::Cancelled.into()) };
+        // A stop string may be in the text that was held back.
+        self.text.rest()?;
         let length = end.finish == FinishReason::Length && !self.text.is_stopped();
         Ok(RequestOutput {
             text: self.text.finish()?,
@@ -116,8 +119,8 @@ impl Llm {
         Ok((engine, codec, way, notes))
     }
 
-    /// Locks the engine. Waits without holding Python's lock, because the thread that has locked the engine
-    /// may need Python's lock.
+    /// Locks the engine. Waits without holding Python's lock. No Python code runs while the engine is locked, so
+    /// that a signal handler can use the model during an answer.
     fn engine(&self, py: Python<'_>) -> MutexGuard<'_, Engine> {
         self.engine.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
@@ -155,43 +158,52 @@ impl Llm {
         }
     }
 
-    fn answer(
-        &self,
-        py: Python<'_>,
-        engine: &mut Engine,
-        prompts: Vec<PromptTokens>,
-        params: &[PyRef<'_, SamplingParams>],
-    ) -> PyResult<Vec<RequestOutput>> {
-        let mut running = Vec::with_capacity(prompts.len());
-        for (i, prompt) in prompts.into_iter().enumerate() {
-            let params = &params[if params.len() == 1 { 0 } else { i }];
-            let text = TextStream::new(&self.codec, params.stop.iter().cloned()).map_err(CallError::from)?;
-            let request = self.request(engine, prompt, params);
-            let answer = engine.submit(request).map_err(CallError::from)?;
-            running.push(Running { answer, text, tokens: Vec::new(), end: None });
-        }
-        while running.iter().any(|one| one.end.is_none()) {
-            let step = || {
-                engine.step()?;
-                running.iter_mut().try_for_each(Running::read)
-            };
-            py.detach(step)?;
-            py.check_signals()?;
-        }
-        let output = |mut one: Running<'_>| {
-            let end = one.end.take();
-            end.map_or_else(|| Err(CallError::Engine(kvengine::Error::Cancelled)), |end| one.output(&end))
-        };
-        Ok(running.into_iter().map(output).collect::<Result<_>>()?)
+    /// Submits a prompt.
+    fn submit(&self, py: Python<'_>, prompt: PromptTokens, params: &SamplingParams) -> Result<Running<'_>> {
+        let text = TextStream::new(&self.codec, params.stop.iter().cloned())?;
+        let mut engine = self.engine(py);
+        let request = self.request(&engine, prompt, params);
+        let answer = engine.submit(request)?;
+        Ok(Running { answer, text, tokens: Vec::new(), end: None })
     }
 
-    /// Answers prompts in one batch.
-    fn answers(
+    /// Runs a step for the prompts of all threads.
+    fn step(&self) -> Result<()> {
+        self.engine.lock().unwrap_or_else(PoisonError::into_inner).step()?;
+        Ok(())
+    }
+
+    /// Answers prompts together. A prompt that fails does not affect the others. Between two steps, other threads
+    /// and Python's signal handlers may use the model.
+    fn answer(&self, py: Python<'_>, running: &mut [PyResult<Running<'_>>]) -> PyResult<()> {
+        let is_running = |one: &PyResult<Running<'_>>| one.as_ref().is_ok_and(|one| one.end.is_none());
+        while running.iter().any(is_running) {
+            py.detach(|| self.step())?;
+            for one in running.iter_mut() {
+                if let Some(error) = one.as_mut().ok().and_then(|one| one.read().err()) {
+                    // Dropping the answer cancels the request.
+                    *one = Err(error.into());
+                }
+            }
+            py.check_signals()?;
+        }
+        Ok(())
+    }
+
+    /// Answers prompts in one batch. If the prompts are in a list, the error of a prompt takes its place;
+    /// otherwise it is raised.
+    fn answers<'py>(
         &self,
-        py: Python<'_>,
-        prompts: Vec<PromptTokens>,
+        py: Python<'py>,
+        (prompts, in_list): (Vec<PyResult<PromptTokens>>, bool),
         sampling_params: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Vec<RequestOutput>> {
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        // An error that is not about a prompt's contents is a wrong call.
+        let wrong = |prompt: &PyResult<PromptTokens>| {
+            let error = prompt.as_ref().err().filter(|error| !error.is_instance_of::<KvCacheError>(py));
+            error.map_or(Ok(()), |error| Err(error.clone_ref(py)))
+        };
+        prompts.iter().try_for_each(wrong)?;
         let default = py.import("kvcache._native")?.getattr("SamplingParams")?;
         let params: Vec<PyRef<'_, SamplingParams>> = match sampling_params {
             None => vec![default.call0()?.extract()?],
@@ -206,15 +218,30 @@ impl Llm {
             );
             return Err(PyValueError::new_err(text));
         }
-        let mut guard = self.engine(py);
-        let engine: &mut Engine = &mut guard;
-        let answered = self.answer(py, engine, prompts, &params);
+        let params = params.iter().cycle().map(|params| &**params);
+        let submit = |(prompt, params): (PyResult<PromptTokens>, &SamplingParams)| {
+            prompt.and_then(|prompt| Ok(self.submit(py, prompt, params)?))
+        };
+        let mut running: Vec<PyResult<Running<'_>>> = prompts.into_iter().zip(params).map(submit).collect();
+        let answered = self.answer(py, &mut running);
         if answered.is_err() {
-            // One more step ends the requests that were not answered, so nothing stays held. Its result is
-            // dropped, because the first failure is the one to report.
-            drop(py.detach(|| engine.step()));
+            running.clear();
         }
-        answered
+        if answered.is_err() || running.iter().any(Result::is_err) {
+            // One more step ends the requests that were cancelled, so nothing stays held. Its result is dropped,
+            // because the first failure is the one to report.
+            drop(py.detach(|| self.step()));
+        }
+        answered?;
+        let output = |one: PyResult<Running<'_>>| {
+            let output = one.and_then(|one| Ok(one.output()?));
+            match output {
+                Ok(output) => Ok(Bound::new(py, output)?.into_any()),
+                Err(error) if in_list => Ok(error.into_value(py).into_bound(py).into_any()),
+                Err(error) => Err(error),
+            }
+        };
+        running.into_iter().map(output).collect()
     }
 }
 
@@ -293,26 +320,31 @@ impl Llm {
     /// string (which is cut at the separator), a list of token IDs, or a `ChunkedPrompt`. A list of
     /// `sampling_params` has one entry per prompt. With `chat`, a string becomes the user's message in the
     /// model's chat template, which sees `template_args` as variables.
+    ///
+    /// If a prompt in a list fails, the list of answers has the `KvCacheError` in its place. The error of a
+    /// prompt that is not in a list is raised. An answer that outgrows the cache's memory is no error: it ends
+    /// with the reason `"length"`.
     #[pyo3(signature = (prompts, sampling_params = None, *, chat = false, template_args = None))]
-    fn generate(
+    fn generate<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         prompts: &Bound<'_, PyAny>,
         sampling_params: Option<&Bound<'_, PyAny>>,
         chat: bool,
         template_args: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Vec<RequestOutput>> {
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         if template_args.is_some() && !chat {
             return Err(PyValueError::new_err("template_args apply only with chat=True"));
         }
         let codec = with_variables(&self.codec, template_args)?;
         let several = prompts.try_iter().ok().filter(|_| prompts.extract::<&str>().is_err());
         let ids = prompts.extract::<Vec<u32>>().is_ok_and(|ids| !ids.is_empty());
-        let prompts: Vec<PromptTokens> = match several {
+        let prompts = match several {
             Some(prompts) if !ids => {
-                prompts.map(|one| self.prompt(&codec, &one?, chat)).collect::<PyResult<_>>()?
+                let prompts = prompts.map(|one| Ok(self.prompt(&codec, &one?, chat)));
+                (prompts.collect::<PyResult<Vec<_>>>()?, true)
             }
-            _ => vec![self.prompt(&codec, prompts, chat)?],
+            _ => (vec![self.prompt(&codec, prompts, chat)], false),
         };
         self.answers(py, prompts, sampling_params)
     }
@@ -320,15 +352,15 @@ impl Llm {
     /// Answers a conversation, or several in one batch. A conversation is a list of dictionaries with `role`
     /// and `content`, as clients of `OpenAI`'s interface write them. If its last message is the assistant's,
     /// the model continues its text. `template_args` are variables of the chat template, such as `tools`,
-    /// `documents` and `enable_thinking`.
+    /// `documents` and `enable_thinking`. Errors are reported as by `generate`.
     #[pyo3(signature = (messages, sampling_params = None, *, template_args = None))]
-    fn chat(
+    fn chat<'py>(
         &self,
-        py: Python<'_>,
+        py: Python<'py>,
         messages: &Bound<'_, PyAny>,
         sampling_params: Option<&Bound<'_, PyAny>>,
         template_args: Option<&Bound<'_, PyDict>>,
-    ) -> PyResult<Vec<RequestOutput>> {
+    ) -> PyResult<Vec<Bound<'py, PyAny>>> {
         let codec = with_variables(&self.codec, template_args)?;
         self.answers(py, conversations(&codec, messages)?, sampling_params)
     }

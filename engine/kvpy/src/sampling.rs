@@ -1,6 +1,9 @@
 //! Settings of an answer.
 
+use kvmodel::TextStream;
 use pyo3::prelude::*;
+
+use crate::error::Result;
 
 /// The settings of an answer. By default, an answer has up to 64 tokens, each of which is the most likely
 /// one.
@@ -22,6 +25,7 @@ pub(crate) struct SamplingParams {
 #[pymethods]
 impl SamplingParams {
     /// Creates settings, named as in vLLM. An answer ends before the first occurrence of a string in `stop`.
+    /// Raises `KvCacheError` if a setting is out of range.
     #[new]
     #[pyo3(signature = (
         *, temperature = 0.0, top_k = 0, top_p = 1.0, min_p = 0.0, repetition_penalty = 1.0, presence_penalty = 0.0,
@@ -40,8 +44,8 @@ impl SamplingParams {
         max_tokens: usize,
         stop: Vec<String>,
         ignore_eos: bool,
-    ) -> Self {
-        Self {
+    ) -> Result<Self> {
+        let params = Self {
             temperature,
             top_k,
             top_p,
@@ -53,7 +57,10 @@ impl SamplingParams {
             max_tokens,
             stop,
             ignore_eos,
-        }
+        };
+        params.sampling().check()?;
+        TextStream::check_stop(&params.stop)?;
+        Ok(params)
     }
 }
 

@@ -2,7 +2,10 @@
 
 import pathlib
 import shutil
+import signal
 import threading
+import types
+from collections.abc import Sequence
 
 import kvcache
 import pytest
@@ -137,12 +140,87 @@ def test_wrong_requests_are_refused_and_hold_nothing(llm: kvcache.LLM) -> None:
     with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
         llm.generate(PROMPT, [kvcache.SamplingParams()] * 2)
     with pytest.raises(kvcache.KvCacheError) as error:
-        llm.generate([PROMPT, [10_000_000]])
+        llm.generate([10_000_000])
     assert error.value.kind == "TokenOutOfVocabulary"
     with pytest.raises(kvcache.KvCacheError, match="top.p"):
         llm.generate(PROMPT, kvcache.SamplingParams(temperature=1.0, top_p=-0.5))
     with pytest.raises(kvcache.KvCacheError, match="empty"):
         llm.generate("a ## ## b")
     assert llm.get_chunk_cache_stats().used_blocks == used
+    (answer,) = llm.generate(PROMPT)
+    assert answer.text.strip() == "blue"
+
+
+def test_a_prompt_that_fails_costs_the_others_nothing(llm: kvcache.LLM) -> None:
+    used = llm.get_chunk_cache_stats().used_blocks
+    wrong: list[str | Sequence[int] | kvcache.ChunkedPrompt] = [[10_000_000], "a ## ## b", [3] * 100_000]
+    answers = llm.generate([PROMPT, *wrong, OTHER])
+    failed = answers[1:4]
+    assert [isinstance(error, kvcache.KvCacheError) for error in failed] == [True] * 3
+    assert getattr(failed[0], "kind") == "TokenOutOfVocabulary" and "empty" in str(failed[1])
+    texts = [answer.text.strip() for answer in (answers[0], answers[4]) if isinstance(answer, kvcache.RequestOutput)]
+    assert texts == ["blue", "red"]
+    assert llm.get_chunk_cache_stats().used_blocks == used
+    for alone in wrong:
+        with pytest.raises(kvcache.KvCacheError):
+            llm.generate(alone)
+
+
+def test_an_answer_that_outgrows_the_memory_is_kept() -> None:
+    small = kvcache.LLM(MODEL, enable_chunk_cache=False, kv_cache_memory_bytes=1 << 20)
+    settings = kvcache.SamplingParams(max_tokens=100_000, ignore_eos=True)
+    (answer,) = small.generate(PROMPT, settings)
+    assert answer.finish_reason == "length" and 0 < len(answer.token_ids) < 100_000
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"temperature": float("nan")},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"stop": [""]},
+    ],
+)
+def test_settings_out_of_range_are_refused_when_they_are_made(setting: dict[str, object]) -> None:
+    with pytest.raises(kvcache.KvCacheError, match=next(iter(setting))):
+        kvcache.SamplingParams(**setting)  # type: ignore[arg-type]
+
+
+def test_a_signal_handler_may_use_the_model(llm: kvcache.LLM) -> None:
+    seen: list[str] = []
+
+    def handler(_number: int, _frame: types.FrameType | None) -> None:
+        seen.append(llm.generate(OTHER)[0].text.strip())
+        assert llm.get_chunk_cache_stats().total_blocks > 0
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
+        settings = kvcache.SamplingParams(max_tokens=1500, ignore_eos=True)
+        answers = llm.generate([PROMPT] * 4, settings)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen == ["red"]
+    assert all(isinstance(answer, kvcache.RequestOutput) and len(answer.token_ids) == 1500 for answer in answers)
+
+
+def test_a_signal_handler_that_raises_ends_the_answers(llm: kvcache.LLM) -> None:
+    def handler(_number: int, _frame: types.FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT] * 4, kvcache.SamplingParams(max_tokens=3000, ignore_eos=True))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
     (answer,) = llm.generate(PROMPT)
     assert answer.text.strip() == "blue"

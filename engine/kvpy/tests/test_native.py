@@ -186,3 +186,9 @@ def test_settings_have_the_names_of_the_design() -> None:
         kvcache.ChunkCacheConfig(max_chunk=3)
     with pytest.raises(kvcache.KvCacheError, match="at least 1"):
         kvcache.ChunkCacheConfig(max_chunks=0)
+
+
+@pytest.mark.parametrize("blocks", [2**31, 2**32 - 1, 2**24 + 1])
+def test_a_pool_of_too_many_blocks_is_refused(blocks: int) -> None:
+    with pytest.raises(kvcache.KvCacheError, match="16777216"):
+        kvcache.BlockPool(blocks)

@@ -22,15 +22,16 @@ pub struct SharedBytes {
 }
 
 impl SharedBytes {
-    // Decision: docs/decisions/models.md#weights-stay-in-their-mapped-files
+    // Decision: docs/decisions/models.md#large-weight-files-stay-mapped
     /// Maps a file. Pages are read on demand and shared with other processes.
     ///
+    /// # Safety
     /// The file must not change while the bytes are in use. Otherwise the bytes change too, and reading past
     /// the end of a truncated file kills the process.
     ///
     /// # Errors
     /// Returns the system's error.
-    pub fn map(file: &File) -> std::io::Result<Self> {
+    pub unsafe fn map(file: &File) -> std::io::Result<Self> {
         if file.metadata()?.len() == 0 {
             return Ok(Vec::new().into());
         }

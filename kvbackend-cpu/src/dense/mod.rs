@@ -29,6 +29,7 @@ use crate::{CpuBackend, CpuOptions};
 
 mod between;
 mod bytes;
+mod file;
 mod panel;
 mod single;
 mod stored;
@@ -41,6 +42,7 @@ mod unit;
 mod unit;
 
 pub use bytes::SharedBytes;
+pub use file::{FileAccess, WeightFile};
 pub use types::StoredType;
 
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-as-they-read-them

@@ -515,8 +515,9 @@ impl Fast {
                         angles: Some(&tables[layer]).filter(|_| plane == 0),
                         stream,
                     };
-                    // SAFETY: `ForeignCache::load` checked that no slot is written twice, and `each` gives
-                    // each thread its own runs and layers.
+                    // SAFETY: `ForeignCache::new` checked that no two planes share an element, and
+                    // `ForeignCache::load` that no slot is written twice and that the arena is other memory.
+                    // `each` gives each thread its own runs and layers.
                     unsafe { self.level.run(load) };
                 }
             });
@@ -541,8 +542,9 @@ impl Fast {
                 for plane in 0..2 {
                     let places = LayerPlaces::new(cache, arena, layer, plane);
                     let save = SaveRuns { places, from: from[2 * layer + plane], to: to[plane], runs };
-                    // SAFETY: `ForeignCache::save` checked that no slot is written twice, and `each` gives
-                    // each thread its own runs and layers.
+                    // SAFETY: `ForeignCache::new` checked that no two planes share an element, and
+                    // `ForeignCache::save` that no slot is written twice and that the arena is other memory.
+                    // `each` gives each thread its own runs and layers.
                     unsafe { self.level.run(save) };
                 }
             });

@@ -64,7 +64,7 @@ pub(crate) struct AskingArgs {
 
     /// Number of random draws of questions, or number of parts that the dataset is divided into. Several
     /// draws give confidence intervals for accuracy.
-    #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = draws)]
     pub(crate) seeds: usize,
 
     /// Index of the first draw. Use a higher index to continue an evaluation with new questions.
@@ -94,7 +94,8 @@ pub(crate) struct EngineArgs {
     pub(crate) kv_memory: Option<usize>,
 
     /// Format of weights in memory: unchanged, f32, or eight-bit blocks. On an Ascend NPU, weights are
-    /// always f32.
+    /// always f32. Unchanged weights of large files stay in the files, which must not change; `copy` copies
+    /// them into memory.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
@@ -135,6 +136,11 @@ fn kind(text: &str) -> Result<QuestionKind, String> {
 fn grader(text: &str) -> Result<Grader, String> {
     serde_json::from_value(text.into())
         .map_err(|_| "must be begins, exact, contains, numbers or token-f1".to_owned())
+}
+
+/// Parses a number of random draws. Each draw takes memory.
+fn draws(text: &str) -> Result<usize, String> {
+    number(text, |n| (1..=100_000).contains(n), "a whole number from 1 to 100000")
 }
 
 fn documents(text: &str) -> Result<usize, String> {

@@ -48,7 +48,8 @@ pub(crate) struct MeasuredArgs {
     pub(crate) dtype: KvFormat,
 
     /// Format of weights in memory: unchanged, f32, or eight-bit blocks. On an Ascend NPU, weights are
-    /// always f32.
+    /// always f32. Unchanged weights of large files stay in the files, which must not change; `copy` copies
+    /// them into memory.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 

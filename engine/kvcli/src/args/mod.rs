@@ -191,7 +191,8 @@ pub(crate) struct RunArgs {
     pub(crate) keys: KeyForm,
 
     /// Format of weights in memory: unchanged, f32, or eight-bit blocks. On an Ascend NPU, weights are
-    /// always f32.
+    /// always f32. Unchanged weights of large files stay in the files, which must not change; `copy` copies
+    /// them into memory.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
@@ -301,6 +302,7 @@ pub(crate) enum WeightsFormat {
     Stored,
     F32,
     Q8,
+    Copy,
 }
 
 /// A backend, by name. The program's Cargo features determine which backends are built in.

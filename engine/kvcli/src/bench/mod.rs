@@ -109,7 +109,7 @@ fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
     let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
     if let Some((layers, width)) = args.size {
         let config = ModelConfig::benchmark(layers, width)?;
-        let model = Model::with_dense(config, Weights::random(1), load::format(args.weights), dense)?;
+        let model = Model::with_dense(config, Weights::random(1), load::format(args.weights).0, dense)?;
         return Ok((model, [0; 32], backend));
     }
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;

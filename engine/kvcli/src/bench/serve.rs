@@ -32,6 +32,9 @@ pub(super) fn serve(args: &ServeArgs) -> Result<()> {
     let shared = SharedPrefix { tokens: args.shared_prefix, pinned: args.pin };
     let report = play(&mut engine, &trace, shared, args.seed, &mut progress)?;
     bar.finish_and_clear();
+    if let Some(failure) = &report.first_failure {
+        note!("{} of {} requests failed; the first: {failure}", report.failed, report.requests);
+    }
     let out = &mut std::io::stdout().lock();
     if args.json {
         json(out, &report)?;
@@ -80,6 +83,8 @@ fn show(out: &mut impl Write, report: &TrafficReport) -> Result<()> {
     let times = |t: &Times| format!("{:.1} / {:.1} ms", t.p50, t.p95);
     let mut rows = vec![
         ("requests", report.requests.to_string()),
+        ("  failed", report.failed.to_string()),
+        ("  cut short, because they outgrew the pool", report.shortened.to_string()),
         ("prompt / answer tokens", format!("{} / {}", report.prompt_tokens, report.answer_tokens)),
         ("prompt tokens found in the cache", report.cached_tokens.to_string()),
         ("time", format!("{:.2} s", report.seconds)),

@@ -156,7 +156,7 @@ fn complete(path: &Path) -> Result<String> {
     let mut bytes = std::fs::read(path).map_err(failed)?;
     let end = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
     if end < bytes.len() {
-        eprintln!("{}: the last line is incomplete and was dropped", path.display());
+        note!("{}: the last line is incomplete and was dropped", path.display());
         bytes.truncate(end);
     }
     String::from_utf8(bytes).map_err(|error| failed(std::io::Error::other(error)))

@@ -118,7 +118,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         let settings = answers::settings(args, &options, &engine, &codec);
         let (opened, answers) = AnswerFile::open(path, &settings, &arms, asked)?;
         if !answers.is_empty() {
-            eprintln!("continuing {}, which has {} of the answers", path.display(), answers.len());
+            note!("continuing {}, which has {} of the answers", path.display(), answers.len());
         }
         (file, known) = (Some(opened), answers);
     }
@@ -146,7 +146,7 @@ fn save(path: &Path, draws: &[Vec<Question>]) -> Result<()> {
     let lines = lines.map_err(std::io::Error::from)?;
     std::fs::write(path, lines.join("\n") + "\n")
         .map_err(|source| Error::SavedQuestions { path: path.to_owned(), source })?;
-    eprintln!("{} questions written to {}", lines.len(), path.display());
+    note!("{} questions written to {}", lines.len(), path.display());
     Ok(())
 }
 

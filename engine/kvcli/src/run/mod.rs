@@ -75,9 +75,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let asleep = engine.report().chunk_sleep;
     engine.profiler().reset();
     if let Some(note) = prompts.note() {
-        eprintln!("{note}");
+        note!("{note}");
     } else if args.way.is_usual() && !args.no_chunk_cache && !args.full_attention && prompts.has_documents() {
-        eprintln!("{}", explained(&usual));
+        note!("{}", explained(&usual));
     }
     let forced = args.sampling.answer();
     let request = Request {
@@ -86,8 +86,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         ..request(args, &way, &engine, prompts.asked(&codec)?.with_decoys(decoys)?)
     };
     let mut live = LiveAnswer::new(&codec, &args.sampling.stop, !args.json)?;
-    let generation = engine.generate(&request, &mut live)?;
-    let text = live.finish()?;
+    let mut generation = engine.generate(&request, &mut live)?;
+    let text = live.finish(&mut generation)?;
     let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
     show(args, &way, &engine, (text, read_back), &generation, asleep)
 }
@@ -156,21 +156,19 @@ fn show(
     out.flush()?;
     let hits = generation.chunks.iter().filter(|c| c.hit).count();
     if generation.tokens.is_empty() && generation.finish == FinishReason::Stop {
-        eprintln!("The model ended its answer immediately, without any text.");
+        note!("The model ended its answer immediately, without any text.");
     }
     if generation.finish == FinishReason::Length {
-        eprintln!("{}", cut(args, generation));
+        note!("{}", cut(args, generation));
     }
     let no_room = report.chunk_cache.as_ref().map_or(0, |cache| cache.uncached);
     if no_room > 0 {
-        eprintln!(
-            "{no_room} times, there was no room to keep a document; raise --kv-memory or --memory-share"
-        );
+        note!("{no_room} times, there was no room to keep a document; raise --kv-memory or --memory-share");
     }
     if generation.recomputed_tokens > 0 {
-        eprintln!("{} document tokens recomputed ({})", generation.recomputed_tokens, way.recompute);
+        note!("{} document tokens recomputed ({})", generation.recomputed_tokens, way.recompute);
     }
-    eprintln!(
+    note!(
         "{} prompt tokens, {} of them cached; {} of {} chunks hit; first token after {:.1} ms, {} new in {:.1} ms",
         generation.prompt_tokens,
         generation.cached_tokens,
@@ -180,18 +178,18 @@ fn show(
         generation.tokens.len(),
         ms(generation.total),
     );
-    eprintln!("{}", MemoryJson::of(engine));
+    note!("{}", MemoryJson::of(engine));
     if let Some(graphs) = GraphsJson::of(engine) {
-        eprintln!("{graphs}");
+        note!("{graphs}");
     }
     if let Some(sleep) = sleep {
-        eprintln!("{sleep}");
+        note!("{sleep}");
     }
     if let Some(disk) = engine.disk() {
         eprintln!("{}", disk_line(&disk.usage()));
     }
     if args.profile {
-        eprint!("{}", engine.profiler().report());
+        note!("{}", engine.profiler().report().to_string().trim_end());
     }
     Ok(())
 }

@@ -96,11 +96,13 @@ impl Sampler {
         self.scores.clear();
         self.scores.extend(logits.iter().map(|&x| if x.is_nan() { f32::NEG_INFINITY } else { x }));
         self.penalize();
-        if greedy {
+        let max = self.max();
+        if greedy || !max.is_finite() {
             return argmax(&self.scores);
         }
+        // Differences from the largest score keep it finite, however small the temperature is.
         for score in &mut self.scores {
-            *score /= self.sampling.temperature;
+            *score = (*score - max) / self.sampling.temperature;
         }
         self.keep_top_k();
         self.keep_top_p();

@@ -26,9 +26,10 @@ impl Scheduler {
             {
                 return None;
             }
-            let mut live = self.waiting.remove(&rank)?;
+            let live = self.moving.insert(self.waiting.remove(&rank)?);
             match live.begin(runner, most, alone) {
                 Ok(fed) => {
+                    let live = self.moving.take()?;
                     let at = self.running.partition_point(|other| other.rank() < rank);
                     self.running.insert(at, live);
                     let tokens = fed.as_ref().map_or(0, |(_, input)| input.tokens.len());
@@ -45,12 +46,15 @@ impl Scheduler {
                         live.withdraw(runner);
                     }
                     live.refused = Some(runner.caches.sequences.available());
-                    self.waiting.insert(rank, live);
+                    self.waiting.extend(self.moving.take().map(|live| (rank, live)));
                     return None;
                 }
                 Err(error) => {
+                    let kept = live.end_outgrown(runner, &error);
                     live.withdraw(runner);
-                    live.sender.fail(error);
+                    if let Some(live) = self.moving.take().filter(|_| !kept) {
+                        live.sender.fail(error);
+                    }
                 }
             }
         }

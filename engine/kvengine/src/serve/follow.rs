@@ -77,6 +77,19 @@ impl LiveRequest {
         self.branch_out(runner, &on)
     }
 
+    /// Ends the search with the answers that are complete and the beams so far.
+    pub(super) fn cut_beams(&mut self, runner: &mut Runner) {
+        let (search, mut beams) =
+            (self.request.beams.unwrap_or_default(), self.beams.take().unwrap_or_default());
+        let sums = std::mem::take(&mut beams.sums);
+        for (branch, sum) in self.branches.iter().zip(sums) {
+            let tokens = branch.answer().to_vec();
+            let score = score(sum, tokens.len(), search);
+            beams.add(EndedBeam { tokens, score, finish: FinishReason::Length }, search.width);
+        }
+        self.end_beams(runner, beams.ended);
+    }
+
     /// Turns each continuation into a branch. The first continuation of an old branch keeps that branch's
     /// sequence; the branch's other continuations get forks of the sequence.
     fn branch_out(&mut self, runner: &mut Runner, on: &[Continuation]) -> Result<()> {

@@ -9,8 +9,10 @@ use kvcore::{BlockKey, PromptKeys, SequenceId, SequenceInput, SequenceStart, Swa
 use super::answer::{AnswerEvent, AnswerSender, RequestId};
 use super::beams::Beams;
 use super::bounds::PageBounds;
+use crate::error::Error;
 use crate::prompt::LivePrompt;
 use crate::request::{FinishReason, Generation, Request, TokenLogprobs};
+use crate::runner::Runner;
 use crate::sampling::{Sampler, token_logprobs};
 
 /// A request's rank in the order of service. Smaller ranks are served first.
@@ -262,6 +264,26 @@ impl LiveRequest {
         let computed = self.branches[branch].tokens.len() - self.branches[branch].prompt;
         let whole = self.request.forced.as_ref().is_some_and(|answer| computed == answer.len());
         self.end(branch, if whole { FinishReason::Stop } else { FinishReason::Length });
+    }
+
+    /// Ends an answer that has outgrown the pool, with the tokens so far. Returns false, and changes nothing, if
+    /// `error` has another reason, if the answer has no token yet, or if the answer is forced, because a forced
+    /// answer is needed as a whole. The caller must then withdraw the request.
+    pub(super) fn end_outgrown(&mut self, runner: &mut Runner, error: &Error) -> bool {
+        let begun = self.branches.iter().any(|branch| !branch.answer().is_empty());
+        if !error.is_out_of_blocks() || !begun || self.request.forced.is_some() {
+            return false;
+        }
+        if self.request.beams.is_some() {
+            self.cut_beams(runner);
+            return true;
+        }
+        for branch in 0..self.branches.len() {
+            if !self.branches[branch].over {
+                self.end(branch, FinishReason::Length);
+            }
+        }
+        true
     }
 
     pub(super) fn is_over(&self) -> bool {

@@ -26,6 +26,7 @@ mod feed;
 mod follow;
 mod layered;
 mod live;
+mod numbers;
 mod pages;
 mod plan;
 mod samples;

@@ -229,9 +229,21 @@ impl Scheduler {
             }
             _ => {
                 self.plan.remove(rank);
-                self.plan.failed.push((rank, error));
+                self.end_unfit(runner, rank, error);
                 false
             }
+        }
+    }
+
+    // Decision: docs/decisions/models.md#an-answer-that-outgrows-the-pool-is-kept
+    /// Ends a running request that cannot go on. If its answer has outgrown the pool, the answer so far is kept.
+    fn end_unfit(&mut self, runner: &mut Runner, rank: ServiceRank, error: Error) {
+        let Some(at) = index_of(&self.running, rank) else { return };
+        if self.running[at].end_outgrown(runner, &error) {
+            self.moving.insert(self.running.remove(at)).withdraw(runner);
+            self.moving = None;
+        } else {
+            self.plan.failed.push((rank, error));
         }
     }
 
@@ -240,14 +252,14 @@ impl Scheduler {
     fn preempt(&mut self, runner: &mut Runner, rank: ServiceRank) {
         let Some(at) = index_of(&self.running, rank) else { return };
         self.plan.remove(rank);
-        let mut live = self.running.remove(at);
-        if self.swap.swap_out(runner, &mut live) {
+        let live = self.moving.insert(self.running.remove(at));
+        if self.swap.swap_out(runner, live) {
             self.swaps += 1;
         } else {
             live.withdraw(runner);
         }
         self.preemptions += 1;
-        self.waiting.insert(rank, live);
+        self.waiting.extend(self.moving.take().map(|live| (rank, live)));
     }
 }
 

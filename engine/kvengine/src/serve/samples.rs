@@ -8,7 +8,8 @@ use kvmodel::LogitRows;
 use super::answer::AnswerEvent;
 use super::feed::Feed;
 use super::live::{Branch, LiveRequest};
-use crate::error::Result;
+use super::numbers::are_numbers;
+use crate::error::{Error, Result};
 use crate::request::{FinishReason, Sampling};
 use crate::runner::Runner;
 use crate::sampling::{Sampler, token_logprobs};
@@ -126,6 +127,9 @@ impl LiveRequest {
     /// Adopts the question's sequence, which a blend has computed, and starts the answer from `logits`, the
     /// logits after the question.
     pub(super) fn take_blended(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
+        if !are_numbers(logits) {
+            return Err(Error::NotNumbers { layer: None });
+        }
         let question = self.prompt.take_question();
         let branch = &mut self.branches[0];
         (branch.sequence, branch.computed) = (question, branch.prompt);

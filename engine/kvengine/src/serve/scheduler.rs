@@ -25,6 +25,8 @@ pub(crate) struct Scheduler {
     pub(super) waiting: BTreeMap<ServiceRank, LiveRequest>,
     /// The running requests, in the order of service.
     pub(super) running: Vec<LiveRequest>,
+    /// A request on its way between the lists, while code that may panic is called for it.
+    pub(super) moving: Option<LiveRequest>,
     pub(super) plan: StepPlan,
     /// The ranks of the running requests. The memory is reused.
     pub(super) ranks: Vec<ServiceRank>,
@@ -103,6 +105,7 @@ impl Scheduler {
             next: 0,
             waiting: BTreeMap::new(),
             running: Vec::new(),
+            moving: None,
             plan: StepPlan::default(),
             ranks: Vec::new(),
             logits: Vec::new(),

@@ -1,6 +1,7 @@
 //! A step: runs its passes, and ends requests.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use super::answer::RequestId;
 use super::feed::{Feed, StepPlan};
 use super::layered::Layered;
 use super::live::{LiveRequest, index_of};
+use super::numbers;
 use super::scheduler::{Scheduler, Step, Watch};
 use crate::error::{Error, Result};
 use crate::runner::Runner;
@@ -19,13 +21,35 @@ use crate::runner::Runner;
 const PAUSE: Duration = Duration::from_millis(2);
 
 impl Scheduler {
-    /// Runs one step. `observer` observes the prefill of the request `observed`, and may stop this request.
+    // Decision: docs/decisions/models.md#a-panic-ends-the-requests-of-its-step
+    /// Runs one step. `observer` observes the prefill of the request `observed`, and may stop this request. If
+    /// the observer, the backend or a strategy panics, ends all requests that have begun, and lets the panic
+    /// continue.
     pub(crate) fn step(
         &mut self,
         runner: &mut Runner,
         observed: Option<RequestId>,
         observer: &mut dyn Observer,
     ) -> Step {
+        match catch_unwind(AssertUnwindSafe(|| self.run(runner, observed, observer))) {
+            Ok(step) => step,
+            Err(panic) => {
+                self.end_begun(runner);
+                resume_unwind(panic)
+            }
+        }
+    }
+
+    /// Ends all requests that may hold blocks, because the state of a step that was interrupted is lost.
+    fn end_begun(&mut self, runner: &mut Runner) {
+        self.plan = StepPlan::default();
+        while let Some(mut live) = self.moving.take().or_else(|| self.running.pop()) {
+            live.withdraw(runner);
+            live.sender.fail(Error::Interrupted);
+        }
+    }
+
+    fn run(&mut self, runner: &mut Runner, observed: Option<RequestId>, observer: &mut dyn Observer) -> Step {
         let mut watch = Watch { id: observed, observer, unwatched: () };
         let (started, before) = (Instant::now(), self.times.model);
         self.end_some(runner);
@@ -85,9 +109,10 @@ impl Scheduler {
 
     /// Ends a running request with an error.
     fn fail(&mut self, runner: &mut Runner, at: usize, error: Error) {
-        let mut live = self.running.remove(at);
-        live.withdraw(runner);
-        live.sender.fail(error);
+        self.moving.insert(self.running.remove(at)).withdraw(runner);
+        if let Some(live) = self.moving.take() {
+            live.sender.fail(error);
+        }
     }
 
     /// Frees the blocks of requests and samples that have ended.
@@ -125,7 +150,7 @@ impl Scheduler {
             self.swap.computed(tokens, started.elapsed());
         }
         match result {
-            Ok(pass) => self.take_results(runner, tokens, pass),
+            Ok(pass) => self.take_results(runner, &ropes, tokens, pass),
             Err(error) if single => self.plan.failed.push((self.plan.feeds[0].rank, error)),
             Err(error) => {
                 let error = Arc::new(error);
@@ -137,7 +162,7 @@ impl Scheduler {
     }
 
     /// Delivers the results of a pass, which computed `tokens` tokens, to the pass's requests.
-    fn take_results(&mut self, runner: &mut Runner, tokens: usize, pass: Forward) {
+    fn take_results(&mut self, runner: &mut Runner, ropes: &LayerRopes, tokens: usize, pass: Forward) {
         let (mut row, mut counted) = (0, 0);
         let StepPlan { feeds, batch, failed, .. } = &mut self.plan;
         for (feed, input) in feeds.iter().zip(batch.drain(..)) {
@@ -159,7 +184,10 @@ impl Scheduler {
             if feed.branch.is_none_or(|branch| live.branches[branch].answer().is_empty()) {
                 live.prompt.costs_mut().flops += share(counted) - before;
             }
-            if let Err(error) = live.after(runner, feed, input, logits) {
+            // Without numbers, no token can be chosen, and nothing that was computed may be found later.
+            let numbers =
+                logits.clone().map_or(Ok(()), |logits| numbers::check(runner, ropes, &input, logits));
+            if let Err(error) = numbers.and_then(|()| live.after(runner, feed, input, logits)) {
                 failed.push((feed.rank, error));
             }
         }

@@ -1,5 +1,6 @@
 //! Submission: checks a request before anything is computed.
 
+use std::collections::HashSet;
 use std::time::Instant;
 
 use kvchunk::PositionPlan;
@@ -21,6 +22,7 @@ impl Scheduler {
         request.samples = if request.forced.is_some() { 1 } else { request.samples.max(1) };
         request.beams = request.beams.filter(|_| request.forced.is_none());
         check_settings(runner, &request)?;
+        runner.model.check_files()?;
         let (asked, most) = (request.width(), self.limits.running);
         if asked > most {
             return Err(Error::TooManyAnswers { asked, most });
@@ -89,9 +91,7 @@ impl Scheduler {
 fn check_settings(runner: &Runner, request: &Request) -> Result<()> {
     request.sampling.check()?;
     check_vocabulary(runner.model.config().vocab_size, request)?;
-    if let Some(&(_, value)) = request.logit_bias.iter().find(|(_, value)| value.is_nan()) {
-        return Err(Error::Sampling { setting: "logit_bias", value, needed: "a number" });
-    }
+    check_bias(runner.model.config().vocab_size, &request.logit_bias)?;
     if let Some(sparse) = request.sparse {
         sparse.check(runner.model.config().widest_window())?;
         if runner.caches.kind() == CacheKind::Grouped {
@@ -103,6 +103,19 @@ fn check_settings(runner: &Runner, request: &Request) -> Result<()> {
     }
     if request.width() > 1 && runner.caches.sequences.first().as_paged().is_none() {
         return Err(Error::Samples { samples: request.width() });
+    }
+    Ok(())
+}
+
+/// Checks that every bias is a number or negative infinity, and that some token is not excluded.
+fn check_bias(vocabulary: usize, bias: &[(u32, f32)]) -> Result<()> {
+    let wrong = |value, needed| Err(Error::Sampling { setting: "logit_bias", value, needed });
+    if let Some(&(_, value)) = bias.iter().find(|(_, value)| value.is_nan() || *value == f32::INFINITY) {
+        return wrong(value, "a number, or negative infinity to exclude the token");
+    }
+    let excluded = bias.iter().filter(|(_, value)| *value == f32::NEG_INFINITY).map(|(token, _)| *token);
+    if excluded.collect::<HashSet<u32>>().len() >= vocabulary {
+        return wrong(f32::NEG_INFINITY, "a finite number for at least one token");
     }
     Ok(())
 }

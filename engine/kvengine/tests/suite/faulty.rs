@@ -1,6 +1,8 @@
-//! A backend that refuses one operation: the n-th operation after it is armed.
+//! A backend that refuses one operation, or panics in it: the n-th operation after it is armed.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 
 use kvbackend_cpu::CpuBackend;
@@ -23,6 +25,8 @@ struct Fuse {
     /// The name of the only operation that counts, or `None` if all operations count.
     only: Mutex<Option<&'static str>>,
     refused: Mutex<BTreeSet<&'static str>>,
+    /// True to panic instead of refusing an operation.
+    panics: AtomicBool,
 }
 
 impl Fuse {
@@ -35,6 +39,8 @@ impl Fuse {
             Some(0) => {
                 *left = None;
                 self.refused.lock().unwrap().insert(operation);
+                drop(left);
+                assert!(!self.panics.load(Relaxed), "faulty: {operation}");
                 Err(Error::Unsupported { backend: "faulty", what: operation.to_owned() })
             }
             Some(n) => {
@@ -60,6 +66,12 @@ impl Faulty {
     /// operations.
     pub(crate) fn refuse_only(&self, operation: &'static str, passing: usize) {
         *self.fuse.only.lock().unwrap() = Some(operation);
+        self.refuse_after(passing);
+    }
+
+    /// Accepts the next `passing` operations, panics in one operation, and accepts all later operations.
+    pub(crate) fn panic_after(&self, passing: usize) {
+        self.fuse.panics.store(true, Relaxed);
         self.refuse_after(passing);
     }
 

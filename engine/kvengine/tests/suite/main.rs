@@ -7,6 +7,7 @@ mod batch;
 mod beams;
 mod blending;
 mod cancel;
+mod changed_files;
 #[path = "../../../kvmodel/tests/suite/common.rs"]
 #[allow(dead_code, reason = "the suite of kvmodel uses the rest")]
 mod common;
@@ -22,6 +23,9 @@ mod faulty;
 mod flops;
 mod giving_way;
 mod groups;
+mod numbers;
+mod outgrown;
+mod panics;
 mod questions;
 mod recompute;
 mod replicas;

@@ -94,10 +94,10 @@ fn a_request_larger_than_the_pool_is_refused_and_one_that_outgrows_the_pool_ends
     let refused = engine.submit(plain(60, 1)).unwrap_err();
     assert!(matches!(refused, Error::Core(kvcore::Error::OutOfBlocks { .. })), "{refused}");
     let requests = [plain(30, 30), plain(6, 5)];
-    let (_, mut reads) = answer_all(&mut engine, &requests);
-    let error = reads[0].error.take();
-    assert!(matches!(error, Some(Error::Core(kvcore::Error::OutOfBlocks { .. }))), "{error:?}");
-    assert!(!reads[0].tokens[0].is_empty(), "what fitted was answered");
+    let (_, reads) = answer_all(&mut engine, &requests);
+    let cut = &reads[0].samples()[0];
+    assert_eq!(cut.finish, FinishReason::Length);
+    assert!(!cut.tokens.is_empty() && cut.tokens == reads[0].tokens[0], "what fitted was answered");
     assert_eq!(reads[1].ends[0].as_ref().unwrap().tokens.len(), 5);
     assert_nothing_held(&engine);
 }
@@ -117,11 +117,11 @@ fn a_request_that_gave_way_and_never_fits_again_ends_and_others_go_on(
     };
     // Each request would fit alone, except the first request, whose answer is longer than the pool.
     let requests = [plain(1, 14, 4 * blocks, 0), plain(9, 14, 16, 1), plain(5, 6, 3, 0)];
-    let (last, mut reads) = answer_all(&mut engine, &requests);
+    let (last, reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 0, "{last:?}");
-    let error = reads[0].error.take();
-    assert!(matches!(error, Some(Error::Core(kvcore::Error::OutOfBlocks { .. }))), "{error:?}");
-    assert!(reads[0].tokens[0].len() > 16, "it went on after it came back");
+    let cut = &reads[0].samples()[0];
+    assert_eq!(cut.finish, FinishReason::Length);
+    assert!(cut.tokens.len() > 16, "it went on after it came back");
     for (read, request) in reads.iter().zip(&requests).skip(1) {
         assert_eq!(read.ends[0].as_ref().unwrap().tokens.len(), request.max_new_tokens);
     }

@@ -121,6 +121,8 @@ struct Raw {
 /// The maximum width, far above any real model's. A config with a larger width must be broken, and tables of
 /// that size would exhaust memory.
 const MAX_WIDTH: usize = 1 << 14;
+/// The maximum number of positions, far above any real model's. A config with more positions must be broken.
+const MAX_POSITIONS: usize = 1 << 30;
 /// The maximum number of layers, far above any real model's. A config with more layers must be broken.
 const MAX_LAYERS: usize = 1 << 14;
 
@@ -254,6 +256,32 @@ impl ModelConfig {
             mlp_bias: raw.mlp_bias && !matches!(family, Family::Mistral | Family::DeepSeekV3),
             eos: token_ids(&raw.eos_token_id)?,
         })
+    }
+
+    /// Checks numbers that a model could be built with but that no model has: they would give answers without
+    /// meaning. Building a [`Model`](crate::Model) calls this method.
+    ///
+    /// # Errors
+    /// Returns [`Error::Config`], with the field and its range.
+    pub fn check(&self) -> Result<()> {
+        if !(0.0..=1.0).contains(&self.rms_norm_eps) {
+            return bad(format!("rms_norm_eps is {}, not from 0 to 1", self.rms_norm_eps));
+        }
+        if self.max_positions > MAX_POSITIONS {
+            return bad(format!("max_position_embeddings {} is above {MAX_POSITIONS}", self.max_positions));
+        }
+        let scales =
+            [("softmax scale", self.softmax_scale), ("embedding scale", self.embedding_scale.unwrap_or(1.0))];
+        if let Some((what, scale)) =
+            scales.into_iter().find(|(_, scale)| !(scale.is_finite() && *scale > 0.0))
+        {
+            return bad(format!("the {what} that follows from the fields is {scale}, not a number above 0"));
+        }
+        if let Some(token) = self.eos.iter().find(|&&token| token as usize >= self.vocab_size) {
+            let known = self.vocab_size;
+            return bad(format!("eos_token_id {token} is outside the vocabulary of {known} tokens"));
+        }
+        Ok(())
     }
 
     /// Returns the width of the widest sliding window, or `None` if at least one layer has no window. No
@@ -416,6 +444,36 @@ mod tests {
         let mut both = config(r#","eos_token_id":[7,9]"#).unwrap();
         both.add_generation_config(r#"{"eos_token_id":[9,3]}"#).unwrap();
         assert_eq!(both.eos, [7, 9, 3]);
+    }
+
+    #[test]
+    fn numbers_that_no_model_has_are_refused() {
+        let checked = |text: &str| ModelConfig::from_json(text).and_then(|config| config.check());
+        let with = |field: &str, value: &str| {
+            let end = BASE.find(field).map(|at| at + field.len() + 2).unwrap();
+            let rest = BASE[end..].find(',').map_or("", |comma| &BASE[end + comma..]);
+            format!("{}{value}{rest}}}", &BASE[..end])
+        };
+        let scaling = |fields: &str| format!("{BASE},\"rope_scaling\":{{{fields}}}}}");
+        for (text, name) in [
+            (with("rms_norm_eps", "-1.0"), "rms_norm_eps is -1"),
+            (with("rms_norm_eps", "1e308"), "rms_norm_eps is 1"),
+            (with("max_position_embeddings", "9223372036854775808"), "max_position_embeddings"),
+            (with("max_position_embeddings", "1099511627776"), "above 1073741824"),
+            (format!("{BASE},\"eos_token_id\":10}}"), "eos_token_id 10"),
+            (format!("{BASE},\"eos_token_id\":[3,4000000000]}}"), "eos_token_id 4000000000"),
+            (format!("{BASE},\"rope_theta\":1e300}}"), "rope_theta"),
+            (scaling("\"factor\":2.0"), "rope_type is missing"),
+            (scaling("\"factor\":8,\"original_max_position_embeddings\":32"), "rope_type is missing"),
+            (scaling("\"type\":\"yarn\",\"factor\":2.0,\"attention_factor\":1e300"), "attention_factor"),
+            (scaling("\"type\":\"linear\",\"factor\":1e39"), "factor"),
+        ] {
+            let error = checked(&text).expect_err(&text).to_string();
+            assert!(error.contains(name), "{text}: {error}");
+        }
+        checked(&format!("{BASE},\"eos_token_id\":9}}")).unwrap();
+        checked(&scaling("\"type\":\"linear\",\"factor\":2.0")).unwrap();
+        checked(&scaling("\"factor\":null")).unwrap();
     }
 
     #[test]

@@ -58,11 +58,13 @@ const NUMBERS: [&str; 12] = [
 const BESIDE: [&str; 4] =
     ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"];
 
-/// Rejects a field that is present but not a number, because a default would silently change the model. The
-/// error names the field.
+/// Rejects a field that is present but not a number, because a default would silently change the model, and a
+/// number that overflows f32. The error names the field.
 fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
-    let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_number());
+    let usable = |value: &Value| value.as_f64().is_some_and(|number| (number as f32).is_finite());
+    let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !usable(value));
     match names.iter().find_map(|name| given(name).map(|value| (name, value))) {
+        Some((name, value)) if value.is_number() => bad(format!("{name} is {value}, which is too large")),
         Some((name, value)) => bad(format!("{name} is {value}, not a number")),
         None => Ok(()),
     }
@@ -71,8 +73,13 @@ fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
 /// The fields that name the kind of scaling, newest first.
 const KINDS: [&str; 2] = ["rope_type", "type"];
 
-/// Rejects a kind of scaling that is not a string, because ignoring it would silently change the model.
+/// Rejects a kind of scaling that is not a string, and a factor without a kind, because ignoring them would
+/// silently change the model.
 fn check_kind(fields: &Value) -> Result<()> {
+    let has = |name: &str| fields.get(name).is_some_and(|value| !value.is_null());
+    if has("factor") && !KINDS.iter().any(|name| has(name)) {
+        return bad(format!("factor is {}, but rope_type is missing; add \"rope_type\"", fields["factor"]));
+    }
     let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_string());
     match KINDS.iter().find_map(|name| given(name).map(|value| (name, value))) {
         Some((name, value)) => bad(format!("{name} is {value}, not a name")),

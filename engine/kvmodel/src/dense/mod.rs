@@ -36,7 +36,7 @@ pub use ascend::AscendDense;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDense;
 pub use host::{HostDense, OutputTensor, lend_tensor};
-pub use kvbackend_cpu::dense::{SharedBytes, StoredType};
+pub use kvbackend_cpu::dense::{FileAccess, SharedBytes, StoredType, WeightFile};
 pub use stored::StoredWeight;
 pub(crate) use stored::bytes_of;
 

@@ -16,7 +16,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::dense::{Dense, SharedBytes, WeightFormat};
+use crate::dense::{Dense, FileAccess, WeightFile, WeightFormat};
 use crate::error::{Error, Result, WeightProblem};
 use crate::model::Model;
 use crate::text::TextCodec;
@@ -35,9 +35,10 @@ mod tokenizer;
 use failure::{AGAIN, GgufFailure};
 use fields::{FieldReader, Header};
 
-/// Loads the model and the text codec from a file, with notes on what the file says and nobody uses. Calls `progress` with the number of tensor bytes read so
-/// far and the total number. A `tokenizer.json` in the same folder replaces the file's tokenizer. The file
-/// must not change while the model is in use ([`SharedBytes::map`]).
+/// Loads the model and the text codec from a file, with notes on the fields that are not used. Calls `progress`
+/// with the number of tensor bytes read so far and the total number. A `tokenizer.json` in the same folder
+/// replaces the file's tokenizer. If the file is mapped ([`FileAccess`]), it must not change while the model is
+/// in use.
 ///
 /// # Errors
 /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Gguf`], with the path and the field or
@@ -45,11 +46,11 @@ use fields::{FieldReader, Header};
 /// that is not supported. Returns [`Error::File`] if `tokenizer.json` is malformed.
 pub(crate) fn load(
     path: &Path,
-    format: WeightFormat,
+    (format, access): (WeightFormat, FileAccess),
     dense: Arc<dyn Dense>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(Model, TextCodec, Vec<String>)> {
-    read(path, format, dense, progress).map_err(|failure| {
+    read(path, (format, access), dense, progress).map_err(|failure| {
         let reason = match failure {
             GgufFailure::Io(source) => return Error::Io { path: path.to_owned(), source },
             GgufFailure::Wrong(reason) | GgufFailure::Other(Error::Config(reason)) => reason,
@@ -62,7 +63,7 @@ pub(crate) fn load(
 
 fn read(
     path: &Path,
-    format: WeightFormat,
+    (format, access): (WeightFormat, FileAccess),
     dense: Arc<dyn Dense>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(Model, TextCodec, Vec<String>), GgufFailure> {
@@ -71,10 +72,12 @@ fn read(
     let header = Header::read(&mut FieldReader::new(&mut file, length))?;
     let mut config = config::config(&header)?;
     let codec = tokenizer::codec(&header, path)?;
-    let mapped = SharedBytes::map(&file).map_err(GgufFailure::Io)?;
+    drop(file);
+    let file = WeightFile::open(path, access).map_err(GgufFailure::Io)?;
     let family = config.family;
-    let weights = tensors::weights(&header, &mut config, &mapped, progress);
-    let model = weights.and_then(|weights| Ok(Model::with_dense(config, weights, format, dense)?));
+    let weights = tensors::weights(&header, &mut config, file.bytes(), progress);
+    let model =
+        weights.and_then(|weights| Ok(Model::with_dense(config, weights.with_file(file), format, dense)?));
     let model = model.map_err(|failure| match failure {
         GgufFailure::Other(Error::Weight { name, problem }) => {
             let name = tensors::name_in_file(&name, family);

@@ -8,7 +8,7 @@ use kvcore::{Backend, KeyForm, KvArena, KvExtents, KvFormat, LayerRopes, RopeCon
 use serde::Serialize;
 
 use crate::config::ModelConfig;
-use crate::dense::{Activation, Dense, HostDense, Weight, WeightFormat};
+use crate::dense::{Activation, Dense, HostDense, Weight, WeightFile, WeightFormat};
 use crate::error::{Error, Result};
 use crate::layers::{Layer, Linear, Loader, RmsNorm};
 use crate::profile::Profiler;
@@ -48,6 +48,8 @@ pub struct Model {
     revision: [u8; 32],
     identity: [u8; 32],
     weight_bytes: usize,
+    /// The files that weights may be parts of.
+    files: Vec<WeightFile>,
 }
 
 /// An observer of a request's progress, which may stop the request.
@@ -127,13 +129,14 @@ impl Model {
     ///
     /// # Errors
     /// Returns [`Error::Weight`] if a tensor is missing, has the wrong shape, or is stored in a type that
-    /// `dense` does not support. Returns the errors of [`Dense::load`].
+    /// `dense` does not support. Returns the errors of [`ModelConfig::check`] and of [`Dense::load`].
     pub fn with_dense(
         config: ModelConfig,
         mut weights: Weights,
         format: WeightFormat,
         dense: Arc<dyn Dense>,
     ) -> Result<Self> {
+        config.check()?;
         // Decision: docs/decisions/models.md#a-models-key-is-a-hash-of-everything-that-affects-its-kv
         let revision = hashed("kvmodel revision v1", weights.digest(), &(&config, format, dense.name()))?;
         let identity = hashed("kvmodel identity v1", weights.digest(), &config)?;
@@ -151,6 +154,7 @@ impl Model {
             loader.linear("lm_head", vocabulary, hidden, false)?
         };
         let weight_bytes = loader.held();
+        let files = weights.take_files();
         let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
         let groups = groups::groups(&config);
@@ -166,7 +170,20 @@ impl Model {
             revision,
             identity,
             weight_bytes,
+            files,
         })
+    }
+
+    /// Checks that no weight file that is mapped into memory has changed since the model was loaded. The engine
+    /// calls this method for each request.
+    ///
+    /// # Errors
+    /// Returns [`Error::FileChanged`], with the path, for a file with another length or modification time.
+    pub fn check_files(&self) -> Result<()> {
+        match self.files.iter().find(|file| file.has_changed()) {
+            Some(file) => Err(Error::FileChanged { path: file.path().to_owned() }),
+            None => Ok(()),
+        }
     }
 
     /// Returns the residual stream before the first layer.

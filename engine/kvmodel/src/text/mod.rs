@@ -5,6 +5,7 @@
 //! ```
 
 mod clock;
+mod decoding;
 mod guard;
 mod jinja;
 mod message;

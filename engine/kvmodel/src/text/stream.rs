@@ -1,8 +1,9 @@
 //! Decodes an answer's text while it grows, up to a stop string.
 
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 
 use super::TextCodec;
+use super::decoding::IncrementalDecoder;
 use crate::error::{Error, Result};
 use crate::model::Observer;
 
@@ -11,6 +12,11 @@ use crate::model::Observer;
 ///
 /// Text is held back as long as it may still change or may be the start of a stop string. A stop string
 /// itself is never returned. If a stream is the [`Observer`] of a request, the request ends at a stop string.
+/// Together, the returned pieces are the text that [`TextCodec::decode`] returns for the whole answer, up to
+/// the stop string. If the text contains several stop strings, the one that ends first counts.
+///
+/// Byte tokens, such as `<0x0A>`, are held back until another token follows them, because an invalid byte
+/// changes the text of all byte tokens next to it. A stop string in such tokens is then found a token later.
 ///
 /// ```no_run
 /// use kvmodel::Observer;
@@ -28,11 +34,11 @@ use crate::model::Observer;
 /// ```
 #[derive(Debug)]
 pub struct TextStream<'a> {
-    codec: &'a TextCodec,
+    decoder: IncrementalDecoder<'a>,
     stop: Vec<String>,
     /// Tokens whose whole text is a stop string. Any such token ends the answer.
     stop_tokens: Vec<u32>,
-    tokens: Vec<u32>,
+    /// The text so far, without the stop string. Until the stop string is found, the text only grows.
     text: String,
     /// The length of the text that was already returned.
     given: usize,
@@ -50,21 +56,26 @@ impl<'a> TextStream<'a> {
     /// Returns [`Error::EmptyStop`] if a stop string is empty.
     pub fn new(codec: &'a TextCodec, stop: impl IntoIterator<Item = String>) -> Result<Self> {
         let stop: Vec<String> = stop.into_iter().collect();
-        if stop.iter().any(String::is_empty) {
-            return Err(Error::EmptyStop);
-        }
+        Self::check_stop(&stop)?;
         let stop_tokens = stop.iter().filter_map(|text| codec.special_token(text)).collect();
         Ok(Self {
-            codec,
+            decoder: IncrementalDecoder::new(codec),
             stop,
             stop_tokens,
-            tokens: Vec::new(),
             text: String::new(),
             given: 0,
             searched: 0,
             stopped: false,
             failure: None,
         })
+    }
+
+    /// Checks stop strings before there is a text.
+    ///
+    /// # Errors
+    /// Returns [`Error::EmptyStop`] if a stop string is empty.
+    pub fn check_stop(stop: &[String]) -> Result<()> {
+        if stop.iter().any(String::is_empty) { Err(Error::EmptyStop) } else { Ok(()) }
     }
 
     /// Adds the answer's next token. Returns the new text that has become final. After a stop string, the
@@ -76,20 +87,14 @@ impl<'a> TextStream<'a> {
         if self.stopped {
             return Ok("");
         }
-        self.stopped = self.stop_tokens.contains(&token);
-        self.tokens.push(token);
-        // All tokens are decoded, not only the new one, to get the same text as for the whole answer: a
-        // character may need several tokens, and decoders treat the first token differently.
-        self.text = self.codec.decode(&self.tokens)?;
-        // An incomplete character decodes to a replacement character.
-        let certain = self.text.trim_end_matches('\u{FFFD}').len();
-        if let Some(at) = self.stop_string(certain) {
-            self.text.truncate(at);
-            self.stopped = true;
+        self.text += &self.decoder.push(token)?;
+        let last = self.stop_tokens.contains(&token);
+        if last {
+            self.text += &self.decoder.rest()?;
         }
-        let free = if self.stopped { self.text.len() } else { certain - self.held_back(certain) };
-        self.searched = self.searched.max(free.min(certain));
-        Ok(self.give_out(free))
+        let fresh = self.settle(last);
+        self.stopped |= last;
+        Ok(&self.text[fresh])
     }
 
     /// Returns true once the answer contains a stop string.
@@ -97,40 +102,60 @@ impl<'a> TextStream<'a> {
         self.stopped
     }
 
-    /// Ends the answer, and returns the text that was held back.
-    pub fn rest(&mut self) -> &str {
-        self.give_out(self.text.len())
+    /// Ends the answer, and returns the text that was held back, up to a stop string. A stop string that was
+    /// held back is found here, and [`is_stopped`](Self::is_stopped) then returns true.
+    ///
+    /// # Errors
+    /// Returns [`Error::Tokenizer`] if the tokens cannot be decoded.
+    pub fn rest(&mut self) -> Result<&str> {
+        if !self.stopped {
+            self.text += &self.decoder.rest()?;
+        }
+        let fresh = self.settle(true);
+        Ok(&self.text[fresh])
     }
 
     /// Returns the whole text of the answer, without the stop string.
     ///
     /// # Errors
-    /// Returns the first decoding error that occurred while the stream was an observer.
-    pub fn finish(self) -> Result<String> {
-        self.failure.map_or(Ok(self.text), Err)
+    /// Returns the first decoding error that occurred while the stream was an observer, and
+    /// [`Error::Tokenizer`] if the last tokens cannot be decoded.
+    pub fn finish(mut self) -> Result<String> {
+        if let Some(failure) = self.failure.take() {
+            return Err(failure);
+        }
+        self.rest()?;
+        Ok(self.text)
     }
 
-    /// Returns the byte at which the first stop string starts within the first `end` bytes of the text.
-    fn stop_string(&self, end: usize) -> Option<usize> {
-        let text = self.text.get(self.searched..end)?;
-        self.stop.iter().filter_map(|stop| text.find(stop.as_str())).min().map(|at| self.searched + at)
+    /// Looks for a stop string in the text that was appended last, and returns the range of the text to give
+    /// out. If `last` is true, no text follows.
+    fn settle(&mut self, last: bool) -> Range<usize> {
+        if let Some(at) = self.stop_string().filter(|_| !self.stopped) {
+            self.text.truncate(at);
+            self.stopped = true;
+        }
+        let held_back = if self.stopped || last { 0 } else { self.held_back() };
+        let free = self.text.len() - held_back;
+        self.searched = free;
+        std::mem::replace(&mut self.given, free)..free
     }
 
-    /// Returns the length of the longest suffix of the first `end` bytes of the text that is a prefix of a
-    /// stop string.
-    fn held_back(&self, end: usize) -> usize {
-        let text = &self.text[..end];
+    /// Returns the byte at which the stop string that ends first starts.
+    fn stop_string(&self) -> Option<usize> {
+        let text = &self.text[self.searched..];
+        let ends =
+            self.stop.iter().filter_map(|stop| text.find(stop.as_str()).map(|at| (at + stop.len(), at)));
+        ends.min().map(|(_, at)| self.searched + at)
+    }
+
+    /// Returns the length of the longest suffix of the text that is a prefix of a stop string.
+    fn held_back(&self) -> usize {
         let beginning = |stop: &String| {
-            let longest = stop.len().min(end + 1) - 1;
-            (1..=longest).rev().find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n]))
+            let longest = stop.len().min(self.text.len() + 1) - 1;
+            (1..=longest).rev().find(|&n| stop.is_char_boundary(n) && self.text.ends_with(&stop[..n]))
         };
         self.stop.iter().filter_map(beginning).max().unwrap_or(0)
-    }
-
-    fn give_out(&mut self, end: usize) -> &str {
-        let start = self.given.min(end);
-        self.given = self.given.max(end);
-        self.text.get(start..end).unwrap_or_default()
     }
 }
 
@@ -190,7 +215,7 @@ mod tests {
         let tokens = codec.encode(text, false).unwrap();
         let pieces: Vec<String> =
             tokens.into_iter().map(|token| stream.push(token).unwrap().to_owned()).collect();
-        let given = format!("{}/{}", pieces.join("|"), stream.rest());
+        let given = format!("{}/{}", pieces.join("|"), stream.rest().unwrap());
         assert_eq!(given.replace(['|', '/'], ""), stream.text, "nothing is given out twice or lost");
         (given, stream.is_stopped())
     }
@@ -235,7 +260,7 @@ mod tests {
         let codec = codec();
         let mut stream = TextStream::new(&codec, []).unwrap();
         assert_eq!(stream.push(0xC3).unwrap(), "");
-        assert_eq!(stream.rest(), "\u{FFFD}");
+        assert_eq!(stream.rest().unwrap(), "\u{FFFD}");
     }
 
     #[test]

@@ -289,3 +289,40 @@ fn another_head_in_the_files_is_used_and_said() {
     let logits = |loaded: &ModelDirectory| crate::greedy::answer(&loaded.model, &prompt, 3);
     assert_eq!(logits(&tied), logits(&own));
 }
+
+/// Pipes, devices, folders, huge files and links without a file in place of each small file are errors that name
+/// the path. None of them waits, fills memory or counts as absent.
+#[test]
+#[cfg(unix)]
+fn what_is_no_regular_file_is_named() {
+    use std::os::unix::fs::symlink;
+    type Put = fn(&Path);
+    let small = [
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ];
+    let puts: [(&str, Put); 5] = [
+        ("a pipe", |path| {
+            assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success())
+        }),
+        ("a device without end", |path| symlink("/dev/zero", path).unwrap()),
+        ("a folder", |path| fs::create_dir(path).unwrap()),
+        ("a link without its file", |path| symlink("blobs/none", path).unwrap()),
+        ("a huge file", |path| fs::File::create(path).unwrap().set_len(1 << 40).unwrap()),
+    ];
+    for name in small {
+        for (what, put) in puts {
+            let dir = directory();
+            let path = dir.path().join(name);
+            if path.exists() {
+                fs::remove_file(&path).unwrap();
+            }
+            put(&path);
+            let error = load(dir.path()).map(drop).expect_err(what).to_string();
+            assert!(error.contains(name), "{what} as {name}: {error}");
+        }
+    }
+}

@@ -17,3 +17,4 @@ mod rotated;
 mod rules;
 mod sinks;
 mod stored;
+mod streams;

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, Protocol, TypeAlias, final
+from typing import Any, Literal, Protocol, TypeAlias, final, overload
 
 from typing_extensions import Self
 
@@ -692,21 +692,40 @@ class LLM:
         device: str = "cpu",
         threads: int | None = None,
     ) -> Self: ...
+    @overload
     def generate(
         self,
-        prompts: _Prompt | Sequence[_Prompt],
+        prompts: _Prompt,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat: bool = False,
         template_args: dict[str, object] | None = None,
     ) -> list[RequestOutput]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[_Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat: bool = False,
+        template_args: dict[str, object] | None = None,
+    ) -> list[RequestOutput | KvCacheError]: ...
+    @overload
     def chat(
         self,
-        messages: Sequence[dict[str, object]] | Sequence[Sequence[dict[str, object]]],
+        messages: Sequence[dict[str, object]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         template_args: dict[str, object] | None = None,
     ) -> list[RequestOutput]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[dict[str, object]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        template_args: dict[str, object] | None = None,
+    ) -> list[RequestOutput | KvCacheError]: ...
     def get_chunk_cache_stats(self) -> ChunkCacheMetrics: ...
 
 @final

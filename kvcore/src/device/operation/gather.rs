@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::entry::Storages;
-use super::{check_rotary, check_rows, check_slots, slot_bytes, writable};
+use super::{apart, check_rotary, check_rows, check_slots, slot_bytes, writable};
 use crate::base::{Error, KvFormat, Result, Rope};
 use crate::device::{KvArena, TensorView};
 
@@ -54,23 +54,21 @@ impl Gather {
         Self { arena: arena.clone(), layer, slots: Arc::clone(slots), k, v, rotation: None }
     }
 
-    /// Checks shapes, types, slots and the rotation.
+    /// Checks shapes, types, slots and the rotation, and that the rows of keys and of values are separate.
     pub fn check(&self) -> Result<()> {
         self.arena.check_layer(self.layer)?;
         check_rows(&self.arena, self.slots.len(), &self.k, &self.v)?;
         let s = self.arena.layout().shape();
-        if let KvFormat::Dense(expected) = s.format {
-            for view in [&self.k, &self.v] {
-                if view.dtype() != expected {
+        for (what, view) in [("gathered K rows", &self.k), ("gathered V rows", &self.v)] {
+            match s.format {
+                KvFormat::Dense(expected) if view.dtype() != expected => {
                     return Err(Error::mismatch("gathered rows", expected, view.dtype()));
                 }
+                _ => writable(what, view)?,
             }
         }
-        writable("gathered K rows", &self.k)?;
-        writable("gathered V rows", &self.v)?;
-        if let Some(rotation) = &self.rotation {
-            rotation.check(s.k_dim)?;
-        }
+        apart("gathered K rows and V rows", &self.k, &self.v)?;
+        self.rotation.as_ref().map_or(Ok(()), |rotation| rotation.check(s.k_dim))?;
         check_slots(&self.arena, &self.slots)
     }
 

@@ -101,6 +101,9 @@ pub struct Lookups {
     pub misses: u64,
 }
 
+/// The maximum number of blocks, which bounds the memory for their bookkeeping.
+const MOST: usize = 1 << 24;
+
 impl BlockPool {
     /// Creates a pool over the blocks in `range`, with the default settings.
     ///
@@ -114,14 +117,15 @@ impl BlockPool {
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the range is empty, and [`Error::TooLarge`] if the watermark exceeds
-    /// the size of the pool.
+    /// the size of the pool, or if the pool has more than 16,777,216 blocks. The bookkeeping of so many blocks
+    /// takes about 2 GiB.
     pub fn with_config(range: Range<u32>, config: PoolConfig) -> Result<Self> {
         let blocks = range.len();
-        if blocks == 0 {
-            return Err(Error::Zero { what: "blocks of a pool" });
-        }
-        if config.watermark > blocks {
-            return Err(Error::too_large("watermark", config.watermark, blocks));
+        match config.watermark {
+            _ if blocks == 0 => return Err(Error::Zero { what: "blocks of a pool" }),
+            _ if blocks > MOST => return Err(Error::too_large("blocks of a pool", blocks, MOST)),
+            watermark if watermark > blocks => return Err(Error::too_large("watermark", watermark, blocks)),
+            _ => {}
         }
         let size = blocks.div_ceil(config.shards_for(blocks)).next_power_of_two();
         let timed = config.ttl.is_some() || (config.policy)(1).wants_time();

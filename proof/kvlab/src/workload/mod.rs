@@ -96,6 +96,23 @@ enum PromptPart {
     Decoy = 4,
 }
 
+/// The maximum number of requests, or of documents in a library.
+const MOST_REQUESTS: usize = 1 << 20;
+/// The maximum number of tokens in a part of a prompt, or in an answer.
+const MOST_TOKENS: usize = 1 << 24;
+/// The maximum number of tokens that a workload draws. They take 1 GiB.
+const MOST_DRAWN: usize = 1 << 28;
+
+/// Checks counts against their limits, so that no allocation or loop grows without bound.
+fn check_counts(counts: &[(&str, usize, usize)]) -> Result<()> {
+    match counts.iter().find(|(_, count, most)| count > most) {
+        Some((what, count, most)) => {
+            Err(Error::Workload(format!("{count} {what} are more than the limit of {most}")))
+        }
+        None => Ok(()),
+    }
+}
+
 impl RagWorkload {
     /// Checks that every number is in its valid range.
     ///
@@ -108,6 +125,22 @@ impl RagWorkload {
         if positive.contains(&0) {
             return bad("the numbers of requests, documents per request and tokens must be at least 1");
         }
+        check_counts(&[
+            ("requests", self.requests, MOST_REQUESTS),
+            ("documents", self.documents, MOST_REQUESTS),
+            ("documents per request", self.per_request, MOST_TOKENS),
+            ("decoys", self.decoys, MOST_TOKENS),
+            ("document tokens", self.document_tokens, MOST_TOKENS),
+            ("system tokens", self.system_tokens, MOST_TOKENS),
+            ("question tokens", self.question_tokens, MOST_TOKENS),
+        ])?;
+        // Products of these counts fit into 64 bits.
+        let documents = self.per_request * self.document_tokens;
+        let prompt = documents + self.system_tokens + self.question_tokens;
+        check_counts(&[
+            ("tokens of all prompts", prompt.saturating_mul(self.requests), MOST_DRAWN),
+            ("tokens of decoys", self.decoys * self.document_tokens, MOST_DRAWN),
+        ])?;
         if !(0.0..=1.0).contains(&self.system_changes) {
             return bad("the fraction of system prompt changes must be between 0 and 1");
         }

@@ -57,11 +57,17 @@ impl Traffic {
     /// Draws the requests, in order of arrival.
     ///
     /// # Errors
-    /// Returns [`Error::Workload`] if there are no requests, a length is 0 or the rate is not positive.
+    /// Returns [`Error::Workload`] if there are no requests, a length is 0, a count is above its limit, or the
+    /// rate is not positive.
     pub fn draw(&self) -> Result<Vec<Arrival>> {
         if self.requests == 0 || self.prompt_tokens == 0 || self.answer_tokens == 0 {
             return Err(Error::Workload("requests, prompts and answers need at least one".to_owned()));
         }
+        super::check_counts(&[
+            ("requests", self.requests, super::MOST_REQUESTS),
+            ("prompt tokens", self.prompt_tokens, super::MOST_TOKENS),
+            ("answer tokens", self.answer_tokens, super::MOST_TOKENS),
+        ])?;
         if self.rate.is_some_and(|rate| !rate.is_finite() || rate <= 0.0) {
             return Err(Error::Workload("the rate must be above 0".to_owned()));
         }
@@ -96,6 +102,12 @@ pub struct SharedPrefix {
 pub struct TrafficReport {
     /// The number of requests.
     pub requests: usize,
+    /// The number of requests that ended with an error.
+    pub failed: usize,
+    /// The error of the first such request.
+    pub first_failure: Option<String>,
+    /// The number of answers that ended early because they outgrew the pool.
+    pub shortened: usize,
     /// The total number of prompt tokens.
     pub prompt_tokens: usize,
     /// The number of prompt tokens whose keys and values were found in the cache.
@@ -126,22 +138,41 @@ pub struct TrafficReport {
     pub preemptions: u64,
     /// The number of preemptions that moved the request's blocks to host memory.
     pub swaps: u64,
-    /// Times to first token in milliseconds, in order of arrival.
+    /// Times to first token in milliseconds, in order of arrival, of the requests that got a token.
     pub ttft_ms: Vec<f64>,
 }
 
 /// A request that is being answered.
 struct Asked {
-    answer: Answer,
+    /// The answer, or `None` if the request has failed.
+    answer: Option<Answer>,
     at: Duration,
-    last: Option<Duration>,
+    first: Option<Duration>,
+    last: Duration,
+}
+
+/// The requests that have failed.
+#[derive(Default)]
+struct Failures {
+    count: usize,
+    first: Option<kvengine::Error>,
+}
+
+impl Failures {
+    fn add(&mut self, error: kvengine::Error) {
+        self.count += 1;
+        self.first.get_or_insert(error);
+    }
 }
 
 /// Plays a trace: submits each request at its time, and runs engine steps while there is work. Calls
 /// `progress` with the number of requests answered so far and the total.
 ///
+/// A request that fails is counted, and the others go on.
+///
 /// # Errors
-/// Returns the errors of the engine, for any request.
+/// Returns the first request's error if all requests fail, and the errors of the engine that are not about a
+/// request.
 pub fn play(
     engine: &mut Engine,
     trace: &[Arrival],
@@ -149,7 +180,9 @@ pub fn play(
     seed: u64,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<TrafficReport> {
-    let vocabulary = engine.model().config().vocab_size as u32;
+    let (vocabulary, limit) =
+        (engine.model().config().vocab_size as u32, engine.model().config().max_positions);
+    super::check_counts(&[("tokens of the shared prefix", shared.tokens, limit)])?;
     let mut rng = StdRng::seed_from_u64(seed);
     let prefix: Vec<u32> = (0..shared.tokens).map(|_| rng.random_range(0..vocabulary)).collect();
     let pinned = (shared.pinned && shared.tokens > 0).then(|| {
@@ -158,27 +191,31 @@ pub fn play(
         engine.pin(&alone)
     });
     let _pinned = pinned.transpose()?;
-    let mut requests = trace.iter().map(|arrival| {
+    let mut request = |arrival: &Arrival| {
         let own = (0..arrival.prompt_tokens).map(|_| rng.random_range(0..vocabulary));
         let prompt = prefix.iter().copied().chain(own).collect();
         let max_new_tokens = arrival.answer_tokens;
         Request { max_new_tokens, ignore_end: true, ..Request::new(PromptTokens::Plain(prompt)) }
-    });
+    };
     let (cpu, before, started) = (cpu_seconds(), engine.step_times(), Instant::now());
     let mut asked: Vec<Asked> = Vec::with_capacity(trace.len());
-    let mut ttft = vec![Duration::ZERO; trace.len()];
-    let (mut between, mut whole) = (Vec::new(), Vec::new());
-    let (mut steps, mut computed, mut answer_tokens, mut cached_tokens) = (0, 0, 0, 0);
+    let (mut between, mut whole, mut failures) = (Vec::new(), Vec::new(), Failures::default());
+    let (mut steps, mut computed, mut answer_tokens, mut cached_tokens, mut shortened) = (0, 0, 0, 0, 0);
     let mut last = Step::default();
-    while whole.len() < trace.len() {
+    while whole.len() + failures.count < trace.len() {
         let now = started.elapsed();
         while let Some(arrival) = trace.get(asked.len()) {
             let at = Duration::try_from_secs_f64(arrival.at).unwrap_or_default();
             if at > now {
                 break;
             }
-            let Some(request) = requests.next() else { break };
-            asked.push(Asked { answer: engine.submit(request)?, at, last: None });
+            // A prompt that cannot be answered is not drawn, because it may not fit into memory.
+            let tokens = shared.tokens.saturating_add(arrival.prompt_tokens);
+            let too_long = kvchunk::Error::TooLong { largest: tokens as i64 - 1, limit };
+            let request = if tokens > limit { Err(too_long.into()) } else { Ok(request(arrival)) };
+            let submitted = request.and_then(|request| engine.submit(request));
+            let answer = submitted.map_err(|error| failures.add(error)).ok();
+            asked.push(Asked { answer, at, first: None, last: at });
         }
         let step = engine.step()?;
         if step.is_idle() && asked.len() < trace.len() {
@@ -189,33 +226,47 @@ pub fn play(
         computed += step.tokens;
         last = step;
         let now = started.elapsed();
-        for (request, ttft) in asked.iter_mut().zip(&mut ttft) {
-            while let Some(event) = request.answer.try_next() {
-                match event? {
-                    AnswerEvent::Token { .. } => {
+        for (request, arrival) in asked.iter_mut().zip(trace) {
+            while let Some(event) = request.answer.as_mut().and_then(Answer::try_next) {
+                match event {
+                    Ok(AnswerEvent::Token { .. }) => {
                         answer_tokens += 1;
-                        match request.last.replace(now) {
-                            Some(last) => between.push(now.saturating_sub(last)),
-                            None => *ttft = now.saturating_sub(request.at),
+                        if request.first.is_some() {
+                            between.push(now.saturating_sub(request.last));
                         }
+                        request.first.get_or_insert(now.saturating_sub(request.at));
+                        request.last = now;
                     }
-                    AnswerEvent::End { generation, .. } => {
+                    Ok(AnswerEvent::End { generation, .. }) => {
                         cached_tokens += generation.cached_tokens;
+                        shortened += usize::from(generation.tokens.len() < arrival.answer_tokens);
                         whole.push(now.saturating_sub(request.at));
-                        progress(whole.len(), trace.len());
+                    }
+                    Err(error) => {
+                        failures.add(error);
+                        request.answer = None;
                     }
                 }
+                progress(whole.len() + failures.count, trace.len());
             }
         }
     }
+    if let Some(error) = failures.first.take_if(|_| whole.is_empty()) {
+        return Err(error.into());
+    }
+    let ttft: Vec<Duration> = asked.iter().filter_map(|request| request.first).collect();
     let seconds = started.elapsed().as_secs_f64();
     let after = engine.step_times();
     let spent = |of: fn(&StepTimes) -> Duration| of(&after).saturating_sub(of(&before)).as_secs_f64();
     let (own, model) = (spent(|times| times.engine), spent(|times| times.model));
     let engine_share = own / (own + model).max(f64::MIN_POSITIVE);
-    let prompt_tokens = trace.iter().map(|arrival| shared.tokens + arrival.prompt_tokens).sum::<usize>();
+    let prompt_tokens = trace.iter().map(|arrival| shared.tokens.saturating_add(arrival.prompt_tokens));
+    let prompt_tokens = prompt_tokens.fold(0, usize::saturating_add);
     Ok(TrafficReport {
         requests: trace.len(),
+        failed: failures.count,
+        first_failure: failures.first.map(|error| error.to_string()),
+        shortened,
         prompt_tokens,
         cached_tokens,
         answer_tokens,
@@ -264,6 +315,9 @@ mod tests {
             Traffic { rate: Some(0.0), ..traffic },
             Traffic { requests: 0, ..traffic },
             Traffic { answer_tokens: 0, ..traffic },
+            Traffic { answer_tokens: usize::MAX, ..traffic },
+            Traffic { prompt_tokens: usize::MAX, ..traffic },
+            Traffic { requests: usize::MAX, ..traffic },
         ] {
             assert!(matches!(wrong.draw(), Err(Error::Workload(_))));
         }

@@ -1,0 +1,151 @@
+//! Models that compute something else than numbers: the request ends with an error that names the reason, and
+//! other requests, the caches and later requests are not affected. Settings that exclude every token.
+
+use kvcore::{DType, KvFormat};
+use kvengine::{Engine, EngineConfig, Error, PromptTokens, Request, Sampling};
+use kvmodel::{Model, WeightFormat, Weights};
+use rstest::rstest;
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+
+use crate::asking::{engine, engine_of};
+use crate::common::{Golden, config, folder};
+use crate::crowd::answer_all;
+use crate::failure::assert_nothing_held;
+
+/// Loads a golden model, with one of its weights changed.
+fn changed(name: &str, weight: &str, change: impl Fn(usize, f32) -> f32) -> Model {
+    let bytes = std::fs::read(folder(name).join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors: Vec<(String, Vec<usize>, Vec<u8>)> = file
+        .tensors()
+        .into_iter()
+        .map(|(name, view)| {
+            assert_eq!(view.dtype(), Dtype::F32);
+            let values = view.data().chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+            let values = values.enumerate().map(|(i, x)| if name == weight { change(i, x) } else { x });
+            let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+            (name, view.shape().to_vec(), bytes)
+        })
+        .collect();
+    assert!(tensors.iter().any(|(name, ..)| name == weight), "{weight}");
+    let views = tensors
+        .iter()
+        .map(|(name, shape, data)| (name.clone(), TensorView::new(Dtype::F32, shape.clone(), data).unwrap()));
+    let bytes = safetensors::serialize(views, None).unwrap();
+    let config = kvmodel::ModelConfig { eos: Vec::new(), ..config(name) };
+    Model::new(config, Weights::from_bytes(&bytes).unwrap(), WeightFormat::Stored).unwrap()
+}
+
+fn engine_for(model: Model, kv_format: KvFormat) -> Engine {
+    engine_of(model, EngineConfig { kv_format, ..EngineConfig::default() })
+}
+
+fn plain(tokens: impl IntoIterator<Item = u32>) -> Request {
+    let tokens = tokens.into_iter().collect();
+    Request { max_new_tokens: 4, ..Request::new(PromptTokens::Plain(tokens)) }
+}
+
+#[rstest]
+#[case::nan_in_a_layer("model.layers.1.self_attn.v_proj.weight", |_, _| f32::NAN, Some(1))]
+#[case::infinite_in_a_layer("model.layers.0.self_attn.k_proj.weight", |_, _| f32::INFINITY, Some(0))]
+#[case::a_finite_overflow("model.layers.0.mlp.down_proj.weight", |_, x| x * f32::MAX, Some(1))]
+#[case::nan_after_the_layers("model.norm.weight", |i, x| if i == 7 { f32::NAN } else { x }, None)]
+#[case::no_finite_logit("model.norm.weight", |_, _| f32::INFINITY, None)]
+fn logits_that_are_no_numbers_are_an_error(
+    #[case] weight: &str,
+    #[case] change: fn(usize, f32) -> f32,
+    #[case] broken: Option<usize>,
+) {
+    let mut engine = engine_for(changed("llama", weight, change), DType::F32.into());
+    let samples = Request { samples: 3, ..plain(3..12) };
+    let warm = Request { sampling: Sampling { temperature: 0.7, ..Sampling::default() }, ..plain(5..25) };
+    let chunked =
+        Request { max_new_tokens: 2, ..Request::new(PromptTokens::Chunked(Golden::load("llama").prompt)) };
+    for request in [&plain(3..12), &samples, &warm, &chunked] {
+        let (_, mut reads) = answer_all(&mut engine, std::slice::from_ref(request));
+        let error = reads[0].error.take();
+        let layer = match error {
+            Some(Error::NotNumbers { layer }) => layer,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(layer, broken);
+        assert!(reads[0].tokens.iter().all(Vec::is_empty));
+        assert_nothing_held(&engine);
+    }
+}
+
+#[rstest]
+#[case::keys(DType::F16.into(), "model.layers.1.self_attn.k_proj.weight", 1)]
+#[case::values(DType::F16.into(), "model.layers.0.self_attn.v_proj.weight", 0)]
+#[case::values_of_the_last_layer(DType::F16.into(), "model.layers.1.self_attn.v_proj.weight", 1)]
+fn an_overflow_of_the_cache_names_the_layer_and_the_format(
+    #[case] format: KvFormat,
+    #[case] weight: &str,
+    #[case] broken: usize,
+) {
+    let large = |_, x| x * 1e9;
+    let mut engine = engine_for(changed("llama", weight, large), format);
+    let error = engine.generate(&plain(3..12), &mut ()).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        matches!(error, Error::CacheOverflow { layer, format: named } if layer == broken && named == format),
+        "{error:?}"
+    );
+    assert!(text.contains(&format!("layer {broken}")) && text.contains("bf16"), "{text}");
+    assert_nothing_held(&engine);
+    // The same model has numbers in a cache with a larger range.
+    let mut wide = engine_for(changed("llama", weight, large), DType::F32.into());
+    assert_eq!(wide.generate(&plain(3..12), &mut ()).unwrap().tokens.len(), 4);
+}
+
+#[test]
+fn other_requests_of_the_pass_are_answered() {
+    // Only the token 9 has an embedding that is not a number.
+    let width = config("qwen3").hidden_size;
+    let spoil = |i: usize, x: f32| if i / width == 9 { f32::NAN } else { x };
+    let model = changed("qwen3", "model.embed_tokens.weight", spoil);
+    let mut engine = engine_for(model, DType::F32.into());
+    let good = plain(20..29);
+    let alone = engine.generate(&Request { reuse: false, ..good.clone() }, &mut ()).unwrap();
+    let (_, mut reads) = answer_all(&mut engine, &[good.clone(), plain(3..12), good]);
+    assert!(matches!(reads[1].error.take(), Some(Error::NotNumbers { .. })));
+    for read in [&reads[0], &reads[2]] {
+        assert_eq!(read.samples()[0].tokens, alone.tokens);
+    }
+    assert_nothing_held(&engine);
+}
+
+#[rstest]
+fn a_tiny_temperature_chooses_as_zero_does(#[values(1e-30, 1e-37, 1e-38, 1e-40, 1e-45)] temperature: f32) {
+    let mut engine = engine("llama", DType::F32.into());
+    let greedy = engine.generate(&Request { max_new_tokens: 20, ..plain(3..12) }, &mut ()).unwrap();
+    for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1)] {
+        let sampling = Sampling { temperature, top_k, top_p, min_p, seed: 3, ..Sampling::default() };
+        let cold = Request { max_new_tokens: 20, sampling, ..plain(3..12) };
+        assert_eq!(engine.generate(&cold, &mut ()).unwrap().tokens, greedy.tokens, "{sampling:?}");
+    }
+}
+
+#[test]
+fn settings_that_leave_no_choice_are_refused() {
+    let mut engine = engine("llama", DType::F32.into());
+    let vocabulary = engine.model().config().vocab_size as u32;
+    let bias = |bias: Vec<(u32, f32)>| Request { logit_bias: bias.into(), ..plain(3..12) };
+    let sampling = |sampling| Request { sampling, ..plain(3..12) };
+    let cold = Sampling::default();
+    for (request, setting) in [
+        (bias((0..vocabulary).map(|token| (token, f32::NEG_INFINITY)).collect()), "logit_bias"),
+        (bias(vec![(4, f32::INFINITY)]), "logit_bias"),
+        (bias(vec![(4, f32::NAN)]), "logit_bias"),
+        (sampling(Sampling { temperature: -0.5, ..cold }), "temperature"),
+        (sampling(Sampling { temperature: f32::NAN, ..cold }), "temperature"),
+        (sampling(Sampling { repetition_penalty: f32::INFINITY, ..cold }), "repetition_penalty"),
+        (sampling(Sampling { frequency_penalty: f32::NAN, ..cold }), "frequency_penalty"),
+    ] {
+        let error = engine.generate(&request, &mut ()).unwrap_err();
+        assert!(matches!(error, Error::Sampling { setting: named, .. } if named == setting), "{error}");
+    }
+    let all_but_one = bias((1..vocabulary).map(|token| (token, f32::NEG_INFINITY)).collect());
+    assert_eq!(engine.generate(&all_but_one, &mut ()).unwrap().tokens, [0; 4]);
+}

@@ -1,0 +1,164 @@
+//! Weight files: small ones are read into memory, large ones are mapped, and a mapped file that changes is noticed.
+
+use std::fs::File;
+use std::io::{Error, ErrorKind, Read};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use super::SharedBytes;
+
+/// The way in which weight files get into memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum FileAccess {
+    /// Files of up to [`MOST_READ`](Self::MOST_READ) bytes are read, and larger files are mapped. Pages of a mapped
+    /// file are read on demand and shared with other processes, but the file must not change while its bytes are
+    /// in use.
+    #[default]
+    MapLarge,
+    /// All files are read, so that they may change later.
+    Copy,
+}
+
+impl FileAccess {
+    /// The size in bytes up to which [`MapLarge`](Self::MapLarge) reads files: 256 MiB.
+    pub const MOST_READ: u64 = 256 << 20;
+}
+
+/// An open weight file.
+#[derive(Debug)]
+pub struct WeightFile {
+    path: PathBuf,
+    bytes: SharedBytes,
+    /// The file and its state when it was mapped, or `None` if the file was read.
+    mapped: Option<(File, FileState)>,
+}
+
+/// The facts that show a change of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct FileState {
+    length: u64,
+    modified: Option<SystemTime>,
+}
+
+impl FileState {
+    fn of(file: &File) -> std::io::Result<Self> {
+        let data = file.metadata()?;
+        Ok(Self { length: data.len(), modified: data.modified().ok() })
+    }
+}
+
+impl WeightFile {
+    /// Opens a file, and reads or maps it.
+    ///
+    /// # Errors
+    /// Returns the system's error, and an error for a path that is not a regular file.
+    pub fn open(path: &Path, access: FileAccess) -> std::io::Result<Self> {
+        let most_read = match access {
+            FileAccess::MapLarge => FileAccess::MOST_READ,
+            FileAccess::Copy => u64::MAX,
+        };
+        Self::open_reading(path, most_read)
+    }
+
+    /// Opens a file, and reads it if it has at most `most_read` bytes.
+    fn open_reading(path: &Path, most_read: u64) -> std::io::Result<Self> {
+        // A pipe would wait for a writer when it is opened.
+        if !std::fs::metadata(path)?.is_file() {
+            return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
+        }
+        let mut file = File::open(path)?;
+        let state = FileState::of(&file)?;
+        let path = path.to_owned();
+        if state.length <= most_read {
+            let mut bytes = Vec::new();
+            file.read_to_end(&mut bytes)?;
+            return Ok(Self { path, bytes: bytes.into(), mapped: None });
+        }
+        // SAFETY: nothing in this process changes the file, and `has_changed` notices other processes that do.
+        let bytes = unsafe { SharedBytes::map(&file)? };
+        Ok(Self { path, bytes, mapped: Some((file, state)) })
+    }
+
+    /// Returns the path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns the file's bytes.
+    pub fn bytes(&self) -> &SharedBytes {
+        &self.bytes
+    }
+
+    /// Returns true if the file is mapped and has another length or modification time than when it was mapped. Its
+    /// bytes may then have changed, and reading past a new end kills the process. A file that was replaced by
+    /// another file with the same name has not changed, because the mapping keeps the old one.
+    pub fn has_changed(&self) -> bool {
+        let changed = |(file, state): &(File, FileState)| FileState::of(file).ok() != Some(*state);
+        self.mapped.as_ref().is_some_and(changed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Returns a file of 8 bytes that is mapped, with its folder.
+    fn mapped() -> (tempfile::TempDir, WeightFile) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("weights");
+        std::fs::write(&path, [7; 8]).unwrap();
+        let file = WeightFile::open_reading(&path, 7).unwrap();
+        assert!(file.bytes()[..] == [7; 8] && !file.has_changed());
+        (folder, file)
+    }
+
+    #[test]
+    fn a_mapped_file_that_changes_is_noticed() {
+        let (_folder, file) = mapped();
+        let other = File::options().append(true).open(file.path()).unwrap();
+        other.set_modified(SystemTime::now() + Duration::from_secs(5)).unwrap();
+        assert!(file.has_changed(), "another time");
+        let (_folder, file) = mapped();
+        File::options().append(true).open(file.path()).unwrap().write_all(&[1]).unwrap();
+        assert!(file.has_changed(), "another length");
+        let (_folder, file) = mapped();
+        File::options().write(true).open(file.path()).unwrap().set_len(0).unwrap();
+        assert!(file.has_changed(), "truncated");
+    }
+
+    #[test]
+    fn a_file_that_was_replaced_or_removed_keeps_its_bytes() {
+        let (folder, file) = mapped();
+        let new = folder.path().join("new");
+        std::fs::write(&new, [1; 9]).unwrap();
+        std::fs::rename(&new, file.path()).unwrap();
+        assert!(!file.has_changed() && file.bytes()[..] == [7; 8]);
+        std::fs::remove_file(file.path()).unwrap();
+        assert!(!file.has_changed() && file.bytes()[..] == [7; 8]);
+    }
+
+    #[test]
+    fn a_small_file_and_a_copied_file_may_change() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("weights");
+        for access in [FileAccess::MapLarge, FileAccess::Copy] {
+            std::fs::write(&path, [7; 8]).unwrap();
+            let file = WeightFile::open(&path, access).unwrap();
+            std::fs::write(&path, [1; 3]).unwrap();
+            assert!(!file.has_changed() && file.bytes()[..] == [7; 8]);
+        }
+    }
+
+    #[test]
+    fn a_path_that_is_no_regular_file_is_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(WeightFile::open(folder.path(), FileAccess::MapLarge).is_err());
+        assert!(WeightFile::open(&folder.path().join("none"), FileAccess::MapLarge).is_err());
+        if Path::new("/dev/zero").exists() {
+            assert!(WeightFile::open(Path::new("/dev/zero"), FileAccess::Copy).is_err());
+        }
+    }
+}
