@@ -151,17 +151,54 @@ struct Asked {
     last: Duration,
 }
 
-/// The requests that have failed.
+/// The times and counts of a trace so far.
 #[derive(Default)]
-struct Failures {
-    count: usize,
-    first: Option<kvengine::Error>,
+struct Tally {
+    /// Times between successive tokens of an answer.
+    between: Vec<Duration>,
+    /// Times from arrival to the last token.
+    whole: Vec<Duration>,
+    answer_tokens: usize,
+    cached_tokens: usize,
+    shortened: usize,
+    failed: usize,
+    first_failure: Option<kvengine::Error>,
 }
 
-impl Failures {
-    fn add(&mut self, error: kvengine::Error) {
-        self.count += 1;
-        self.first.get_or_insert(error);
+impl Tally {
+    /// Returns the number of requests that have ended.
+    fn ended(&self) -> usize {
+        self.whole.len() + self.failed
+    }
+
+    fn fail(&mut self, error: kvengine::Error) {
+        self.failed += 1;
+        self.first_failure.get_or_insert(error);
+    }
+
+    /// Reads what has arrived of a request's answer by the time `now`.
+    fn read(&mut self, request: &mut Asked, arrival: &Arrival, now: Duration) {
+        while let Some(event) = request.answer.as_mut().and_then(Answer::try_next) {
+            match event {
+                Ok(AnswerEvent::Token { .. }) => {
+                    self.answer_tokens += 1;
+                    if request.first.is_some() {
+                        self.between.push(now.saturating_sub(request.last));
+                    }
+                    request.first.get_or_insert(now.saturating_sub(request.at));
+                    request.last = now;
+                }
+                Ok(AnswerEvent::End { generation, .. }) => {
+                    self.cached_tokens += generation.cached_tokens;
+                    self.shortened += usize::from(generation.tokens.len() < arrival.answer_tokens);
+                    self.whole.push(now.saturating_sub(request.at));
+                }
+                Err(error) => {
+                    self.fail(error);
+                    request.answer = None;
+                }
+            }
+        }
     }
 }
 
@@ -199,10 +236,9 @@ pub fn play(
     };
     let (cpu, before, started) = (cpu_seconds(), engine.step_times(), Instant::now());
     let mut asked: Vec<Asked> = Vec::with_capacity(trace.len());
-    let (mut between, mut whole, mut failures) = (Vec::new(), Vec::new(), Failures::default());
-    let (mut steps, mut computed, mut answer_tokens, mut cached_tokens, mut shortened) = (0, 0, 0, 0, 0);
+    let (mut tally, mut steps, mut computed) = (Tally::default(), 0, 0);
     let mut last = Step::default();
-    while whole.len() + failures.count < trace.len() {
+    while tally.ended() < trace.len() {
         let now = started.elapsed();
         while let Some(arrival) = trace.get(asked.len()) {
             let at = Duration::try_from_secs_f64(arrival.at).unwrap_or_default();
@@ -214,7 +250,7 @@ pub fn play(
             let too_long = kvchunk::Error::TooLong { largest: tokens as i64 - 1, limit };
             let request = if tokens > limit { Err(too_long.into()) } else { Ok(request(arrival)) };
             let submitted = request.and_then(|request| engine.submit(request));
-            let answer = submitted.map_err(|error| failures.add(error)).ok();
+            let answer = submitted.map_err(|error| tally.fail(error)).ok();
             asked.push(Asked { answer, at, first: None, last: at });
         }
         let step = engine.step()?;
@@ -226,32 +262,15 @@ pub fn play(
         computed += step.tokens;
         last = step;
         let now = started.elapsed();
+        let ended = tally.ended();
         for (request, arrival) in asked.iter_mut().zip(trace) {
-            while let Some(event) = request.answer.as_mut().and_then(Answer::try_next) {
-                match event {
-                    Ok(AnswerEvent::Token { .. }) => {
-                        answer_tokens += 1;
-                        if request.first.is_some() {
-                            between.push(now.saturating_sub(request.last));
-                        }
-                        request.first.get_or_insert(now.saturating_sub(request.at));
-                        request.last = now;
-                    }
-                    Ok(AnswerEvent::End { generation, .. }) => {
-                        cached_tokens += generation.cached_tokens;
-                        shortened += usize::from(generation.tokens.len() < arrival.answer_tokens);
-                        whole.push(now.saturating_sub(request.at));
-                    }
-                    Err(error) => {
-                        failures.add(error);
-                        request.answer = None;
-                    }
-                }
-                progress(whole.len() + failures.count, trace.len());
-            }
+            tally.read(request, arrival, now);
+        }
+        if tally.ended() > ended {
+            progress(tally.ended(), trace.len());
         }
     }
-    if let Some(error) = failures.first.take_if(|_| whole.is_empty()) {
+    if let Some(error) = tally.first_failure.take_if(|_| tally.whole.is_empty()) {
         return Err(error.into());
     }
     let ttft: Vec<Duration> = asked.iter().filter_map(|request| request.first).collect();
@@ -264,19 +283,19 @@ pub fn play(
     let prompt_tokens = prompt_tokens.fold(0, usize::saturating_add);
     Ok(TrafficReport {
         requests: trace.len(),
-        failed: failures.count,
-        first_failure: failures.first.map(|error| error.to_string()),
-        shortened,
+        failed: tally.failed,
+        first_failure: tally.first_failure.map(|error| error.to_string()),
+        shortened: tally.shortened,
         prompt_tokens,
-        cached_tokens,
-        answer_tokens,
+        cached_tokens: tally.cached_tokens,
+        answer_tokens: tally.answer_tokens,
         seconds,
         cpu_seconds: cpu.zip(cpu_seconds()).map(|(before, after)| after - before),
-        answer_tokens_per_second: answer_tokens as f64 / seconds,
-        tokens_per_second: (prompt_tokens + answer_tokens) as f64 / seconds,
+        answer_tokens_per_second: tally.answer_tokens as f64 / seconds,
+        tokens_per_second: prompt_tokens.saturating_add(tally.answer_tokens) as f64 / seconds,
         ttft: Times::of(&ttft),
-        between_tokens: Times::of(&between),
-        whole: Times::of(&whole),
+        between_tokens: Times::of(&tally.between),
+        whole: Times::of(&tally.whole),
         steps,
         engine_share,
         tokens_per_step: computed as f64 / steps.max(1) as f64,
