@@ -383,6 +383,12 @@ def main() -> None:
                 check(host)
                 host.close()
         failures += checks.failures
+        if args.ranks == 1:
+            from check_pressure import PressureChecks
+
+            pressure = PressureChecks(path)
+            pressure.all()
+            failures += pressure.failures
     sys.exit(f"{failures} checks failed" if failures else 0)
 
 

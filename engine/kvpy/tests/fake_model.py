@@ -8,6 +8,7 @@ rotated to its position. The tokens that a token saw therefore determine its byt
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,11 @@ class FakeModel:
         for layer in range(len(self.caches)):
             self.keys[layer][block, :, :, row], self.values[layer][block, :, row] = keys[layer], values[layer]
 
+    def values_of(self, table: list[int], tokens: int) -> np.ndarray:
+        """Returns the values ``[tokens, heads, dim]`` of a table's first tokens in the first layer."""
+        places = np.arange(tokens)
+        return self.values[0][np.array(table)[places // self.size], :, places % self.size]
+
     def fault(self, table: list[int], seen: dict[int, tuple[int, ...]]) -> str | None:
         """Describes the tokens that have wrong bytes in their slots; None if all are right."""
         places = np.array(list(seen))
@@ -81,6 +87,8 @@ class FakeRecomputer:
 
     def __init__(self, model: FakeModel) -> None:
         self.model = model
+        self.context: Callable[[], tuple[int, ...]] = tuple
+        """Returns what rows depend on besides tokens."""
         self.chosen: dict[tuple[int, ...], set[int]] = {}
         """The positions that a question has chosen, by prompt."""
 
@@ -90,4 +98,4 @@ class FakeRecomputer:
             places = places[: again.chosen]
             self.chosen.setdefault(tuple(again.tokens), set()).update(places)
         for place in places:
-            self.model.write(again.table, place, tuple(again.tokens[: place + 1]))
+            self.model.write(again.table, place, (*self.context(), *again.tokens[: place + 1]))

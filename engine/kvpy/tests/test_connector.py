@@ -20,7 +20,7 @@ from kvcache.vllm.host import Settings, geometry
 from kvcache.vllm.chunks import no_recompute
 from kvcache.vllm.orders import Load
 from kvcache.vllm.prefix import NoPrefixes, Prefixes
-from kvcache.vllm.requests import BlockSaving, Encode, Tracked
+from kvcache.vllm.requests import BlockSaving, Tracked
 from kvcache.vllm.scheduler import ChunkScheduler
 
 
@@ -68,17 +68,21 @@ def new_saves(side: ChunkScheduler, tracked: Tracked) -> list[BlockSaving]:
 def test_rows_that_one_rank_could_not_save_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two ranks reports that it has saved an encode and a block, and the other that it has not."""
     side = prefixes_side(monkeypatch, ranks=2)
-    (missing,) = side.chunks.cache.acquire(bytes(32), "alone", [], list(range(40)), 0)
-    encode = side.saving["encode"] = Encode("encode", side.chunks, 0, 40, [(0, missing)])
+    monkeypatch.setattr(side.host, "add_request", lambda request: None)
+    params = {"kv_transfer_params": {"chunk_lengths": [3, 40]}}
+    side.on_new_request(Request("chunks", list(range(70)), SamplingParams(extra_args=params), None))
+    encode = side.saving["encode"] = next(one for one in side.chunks.pieces.encodes if one.prompt_tokens == 40)
     plain = plain_request(side, 70)
     first, second = new_saves(side, plain)
     assert (first.index, second.index) == (0, 1) and first.blocks.ids != second.blocks.ids
     side.not_saved({"encode", first.name})
     side.saved({"encode": 1, first.name: 1, second.name: 2})
     assert encode.is_over and not side.saving and not side.prefixes.saving
+    assert "could not be copied to host memory" in side.requests["chunks"].refused
     matched = side.prefixes.matched
     assert (matched(plain, 0), matched(plain, 32)) == ((0, False), (32, True)), "the second block alone was saved"
-    side.finished(plain.request)
+    for tracked in list(side.requests.values()):
+        side.finished(tracked.request)
     side.reset()
     counts = side.prefixes.pool.counts()
     assert side.chunks.cache.get_metrics().used_blocks == 0 and counts["free"] == counts["total"]

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+Outcome = PieceHold | ChunkReservation | ChunkWaiter | None
+"""What a lookup in the chunk cache returns for a piece."""
+
+
 class Saver(Protocol):
     """An owner of host memory that the workers fill."""
 
@@ -39,15 +43,26 @@ class Saving:
 
 @dataclass(eq=False)
 class Encode(Saving):
-    """A part of a prompt that is computed as a separate request, which other requests wait for."""
+    """A part of a prompt that is computed as a separate request."""
 
     prefix: int
     """The number of tokens before the part in that request."""
     prompt_tokens: int
-    pieces: list[tuple[int, ChunkReservation]]
-    """The missing pieces, each with the index of its first token in the part, and its memory."""
+    pieces: list[Work]
+    """The missing pieces."""
     is_over: bool = False
     """True once the pieces are stored, or given up."""
+
+
+@dataclass(eq=False)
+class Work:
+    """A missing piece that an encode computes. It is handed to its waiters when it is stored."""
+
+    start: int
+    """The index of the piece's first token in its part."""
+    reservation: ChunkReservation
+    waiters: list[tuple[ChunkState, int, int]] = field(default_factory=list)
+    """The requests that wait for the piece, each with the number of the part and of the piece in it."""
 
 
 @dataclass(eq=False)
@@ -63,7 +78,7 @@ class BlockSaving(Saving):
     """True once a reset has asked to forget the block."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ChunkState:
     """The chunks of a request."""
 
@@ -71,34 +86,67 @@ class ChunkState:
     salt: str | None
     """The salt that the client gave."""
     root: bytes
-    holds: dict[int, list[PieceHold]] = field(default_factory=dict)
-    """The pieces of each part, once all of them are stored."""
-    waiters: dict[int, list[Encode | ChunkWaiter]] = field(default_factory=dict)
-    """Work that a part waits for: this connector's encodes, and other requests' work."""
-    reused: int = 0
-    computed: int = 0
+    pieces: dict[int, list[PieceHold | Work]] = field(default_factory=dict)
+    """The pieces of each part that was looked up, in order: held, or still being computed."""
+    computed: dict[int, int] = field(default_factory=dict)
+    """The number of tokens of each part that were computed for this request."""
+    losses: int = 0
+    """The number of encodes that were given up while the request waited for them."""
+    room: RoomWait | None = None
+    """The wait for room, if the request is the first in the queue."""
+
+    @property
+    def num_parts(self) -> int:
+        """The number of parts: the system prompt and the chunks."""
+        return 1 + len(self.plan.chunks)
 
     def parts(self) -> list[Part]:
         return [self.plan.system, *self.plan.chunks]
 
     def is_held(self) -> bool:
-        """Returns true if all parts are held."""
-        return len(self.holds) > len(self.plan.chunks)
+        """Returns true if all pieces of all parts are held."""
+        held = (isinstance(piece, PieceHold) for pieces in self.pieces.values() for piece in pieces)
+        return len(self.pieces) == self.num_parts and all(held)
 
-    def pieces(self) -> Iterator[tuple[int, PieceHold]]:
+    def held(self) -> Iterator[tuple[int, PieceHold]]:
         """Returns the pieces of all parts in order, each with the index of its first token in the prompt."""
         for number, part in enumerate(self.parts()):
             start = part.start
-            for hold in self.holds[number]:
+            for hold in self.pieces[number]:
                 yield start, hold
                 start += hold.num_tokens
 
-    def release(self) -> None:
-        for holds in self.holds.values():
-            for hold in holds:
-                hold.release()
-        self.holds.clear()
-        self.waiters.clear()
+    def counts(self) -> dict[str, int]:
+        """Returns what the request's answer says about its chunks."""
+        computed = sum(self.computed.values())
+        return {"chunk_tokens_reused": self.plan.question_start - computed, "chunk_tokens_computed": computed}
+
+    def drop(self, numbers: list[int]) -> None:
+        """Lets the pieces of some parts go, whether they are held or still being computed."""
+        for number in numbers:
+            for piece in self.pieces.pop(number, ()):
+                if isinstance(piece, PieceHold):
+                    piece.release()
+                else:
+                    piece.waiters = [one for one in piece.waiters if one[:2] != (self, number)]
+
+
+@dataclass(eq=False)
+class RoomWait:
+    """A wait for room in host memory."""
+
+    holders: set[ChunkState]
+    """The requests that held rows when the wait began, and still do."""
+    encodes: set[Encode]
+    """The encodes that were under way when the wait began, and still are."""
+    was_over: bool = False
+    """True once all of them have let go."""
+
+    def look(self) -> None:
+        """Removes the requests and encodes that have let go."""
+        self.holders = {state for state in self.holders if state.pieces}
+        self.encodes = {encode for encode in self.encodes if not encode.is_over}
+        self.was_over = not self.holders and not self.encodes
 
 
 @dataclass
@@ -148,8 +196,3 @@ class Tracked:
         of_tokens = request.prompt_token_ids is not None and request.prompt_embeds is None
         of_text = of_tokens and not request.mm_features and request.pooling_params is None
         return of_text and self.chunks is None and self.encode is None and not self.is_mixed
-
-    def release(self) -> None:
-        for state in (self.chunks, self.prefix):
-            if state is not None:
-                state.release()

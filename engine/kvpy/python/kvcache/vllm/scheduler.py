@@ -129,9 +129,8 @@ class ChunkScheduler:
         tracked = self.requests[request.request_id]
         if tracked.encode is not None:
             del self.requests[request.request_id]
-            if tracked.encode.order is None:
-                # It was aborted, so requests that wait for it ask again.
-                self.chunks.abandon(tracked.encode)
+            if tracked.encode.order is None and not tracked.encode.is_over:
+                self.chunks.aborted(tracked.encode)
             return None
         tracked.has_ended = True
         if not tracked.is_receiving:
@@ -140,10 +139,11 @@ class ChunkScheduler:
             return {"chunk_error": tracked.refused}
         if tracked.chunks is None:
             return None
-        return {"chunk_tokens_reused": tracked.chunks.reused, "chunk_tokens_computed": tracked.chunks.computed}
+        return tracked.chunks.counts()
 
     def _forget(self, tracked: Tracked) -> None:
-        tracked.release()
+        self.chunks.let_go(tracked)
+        _release_found(tracked)
         del self.requests[tracked.request.request_id]
 
     def reset(self) -> bool:
