@@ -256,12 +256,12 @@ class Checks:
         self.generate(host, self.case.prompt([0, 2], "alone"))
         (out,) = self.generate(host, self.case.prompt([0, 2], "plain"))
         self.same("a plain request after it is untouched", answer(out), self.expected([0, 2], "plain"))
-        own, side._salt = side._salt, lambda request, salt: None
+        own, side.set_salt = side.set_salt, lambda request, salt: None
         try:
             self.generate(host, self.case.prompt([1, 3], "alone"))
             (out,) = self.generate(host, self.case.prompt([1, 3], "plain"))
         finally:
-            side._salt = own
+            side.set_salt = own
         got, expected = answer(out), self.expected([1, 3], "plain")
         leaked = got.tokens != expected.tokens or max(abs(a - b) for a, b in zip(got.logprobs, expected.logprobs)) > CLOSE
         self.say("without a salt of its own it would be another one", None if leaked else "nothing leaked")

@@ -66,6 +66,23 @@ class PressureChecks(Checks):
         self.say("nothing stays held", host.nothing_held())
         host.close()
 
+    def forged_salts(self) -> None:
+        """A client gives the salt of a request with chunks, which it has seen in vLLM's events."""
+        host = self.host()
+        name = host.llm.llm_engine.add_request("chunks", *self.case.prompt([0, 1], "alone")) or "chunks"
+        salt = next(one.request.cache_salt for one in host.side.requests.values() if one.chunks is not None)
+        while host.llm.llm_engine.has_unfinished_requests():
+            host.llm.llm_engine.step()
+        prompt, sampling = self.case.prompt([0, 1], "plain")
+        (out,) = self.generate(host, ({**prompt, "cache_salt": salt}, sampling))
+        self.same(f"an ordinary request with the salt of {name}", answer(out), self.expected([0, 1], "plain"))
+        (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
+        self.same("a request with chunks after it", answer(out), self.expected([0, 1], "alone"))
+        secret = host.side.names.secret
+        self.say("the salt shows no secret", "it does" if secret.hex() in salt else None)
+        host.close()
+
     def all(self) -> None:
         self.few_pieces()
         self.full_index()
+        self.forged_salts()

@@ -90,6 +90,8 @@ class Replay:
         # The module imports torch.
         recompute = SimpleNamespace(Recomputer=lambda *_: SimpleNamespace(run=self.recompute))
         monkeypatch.setitem(__import__("sys").modules, "kvcache.vllm.recompute", recompute)
+        # As in the recording, so that salts and request IDs are the recorded ones.
+        monkeypatch.setattr("kvcache.vllm.names.new_secret", lambda: bytes(32))
         self.effects = Effects(self.salts)
         self.expected: list[list[Any]] = []
         """The recorded requests that the running calls add, innermost call last."""
@@ -264,10 +266,10 @@ class Replay:
     def seen(self, request: Request, tokens: list[int], position: int) -> tuple[int, ...]:
         """Returns the tokens that one of a request's tokens has seen, up to and including itself."""
         everything = tuple(tokens[: position + 1])
-        salt = request.cache_salt or ""
+        tracked = self.side._scheduler.requests[request.request_id]
         # The host computes a request that could not be loaded, starting after the tokens that its own cache
         # had.
-        chunked = salt.startswith("kvcache:") or (salt.startswith("kvcache-mixed-") and position < self.found[request.request_id])
+        chunked = tracked.chunks is not None or (tracked.is_mixed and position < self.found[request.request_id])
         if not chunked:
             return everything
         params = request.kv_transfer_params

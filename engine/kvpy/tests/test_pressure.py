@@ -4,6 +4,10 @@ as if there were room for everything.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
+
 import pytest
 from fake_engine import ROW, SIZE, Engine, Roomy, context
 
@@ -162,4 +166,71 @@ def test_a_chunk_may_equal_the_system_prompt_or_another_chunk(monkeypatch: pytes
     engine.run(50)
     assert engine.encodes == 2
     answers(engine, {"one": (tokens, params)})
+    nothing_held(engine)
+
+
+def old_salt(tokens: list[int], lengths: list[int]) -> str:
+    """Returns a hash of everything that a request with chunks depends on, as a client can compute it."""
+    ends = list(itertools.accumulate(lengths))
+    what = json.dumps(["kvcache chunks v2", None, "alone", "none", ends, []])
+    return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("chunks_first", [True, False])
+def test_no_salt_of_a_client_leads_to_blocks_of_the_connector(chunks_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients give salts that the connector uses, that look like them, or that could be guessed."""
+    engine = Engine(monkeypatch)
+    tokens, params = prompt([20, 30, 40]), {"chunk_lengths": [20, 30, 40]}
+
+    def chunks(name: str) -> str:
+        engine.ask(name, tokens, **params)
+        salt = engine.requests[name].cache_salt
+        engine.run(50)
+        return salt
+
+    # A subscriber of vLLM's events sees the salt.
+    seen = [chunks("seen")] if chunks_first else []
+    engine.failing = lambda: chunks_first
+    if chunks_first:
+        engine.ask("mixed", prompt([20, 35, 40], first=200), chunk_lengths=[20, 35, 40])
+        engine.step()
+        engine.run(50)
+    engine.failing = lambda: False
+    guessed = [old_salt(tokens, [20, 30, 40]), "kvcache:", "kvcache:" + "0" * 64, *(f"kvcache-mixed-{n}" for n in range(30))]
+    plain = {}
+    for number, salt in enumerate([*seen, *guessed]):
+        name = f"plain-{number}"
+        engine.ask(name, tokens, salt=salt)
+        # Clients with different salts share nothing, and clients with the same salt do.
+        engine.ask(f"{name}-again", tokens, salt=salt)
+        plain |= {name: (tokens, None), f"{name}-again": (tokens, None)}
+        used = engine.requests[name].cache_salt
+        assert used == engine.requests[f"{name}-again"].cache_salt and used not in seen
+        engine.run(50)
+    chunks("after")
+    answers(engine, plain | {"after": (tokens, params)})
+    nothing_held(engine)
+
+
+def test_names_of_the_connector_cannot_be_guessed_and_show_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for _ in range(2):
+        engine = Engine(monkeypatch)
+        engine.ask("one", prompt([20, 30, 40]), chunk_lengths=[20, 30, 40])
+        names.append({*engine.requests, engine.requests["one"].cache_salt} - {"one"})
+        secret = engine.side.names.secret.hex()
+        assert not any(secret in name or name in secret for name in names[-1])
+    assert len(names[0]) == len(names[1]) == 4 and not names[0] & names[1], "another process has other names"
+
+
+def test_a_client_may_use_the_ids_of_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    tokens, params = prompt([20, 30, 40]), {"chunk_lengths": [20, 30, 40]}
+    asked = {f"kvcache-encode-{number}": (tokens[number:], None) for number in range(6)}
+    asked |= {"kvcache-prefix-0": (tokens, None)}
+    for name, (own, _) in asked.items():
+        engine.ask(name, own)
+    engine.ask("one", tokens, **params)
+    engine.run(50)
+    answers(engine, asked | {"one": (tokens, params)})
     nothing_held(engine)

@@ -19,7 +19,6 @@ kind of request. ``pieces.py`` bounds every wait. A request that waits in vain g
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +27,11 @@ from vllm.logger import init_logger
 from kvcache import ChunkCacheConfig, ChunkCacheManager
 
 from .host import Geometry, Roots, Settings
+from .names import Names
 from .orders import Again, Load, Save, run_of
 from .pieces import Found, Part, Pieces
 from .prompt import ChunkPlan, ChunkRequestError, plan_of
-from .requests import ChunkState, Encode, Saving, Tracked, Work
+from .requests import ChunkState, Encode, Saving, Tracked, Work, set_salt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvcache")
 
-ENCODE = "kvcache-encode-"
 LOSSES = 2
 """The number of encodes that a request sees given up before it goes on without chunks."""
 
@@ -53,10 +52,11 @@ class Chunks:
         shape: Geometry,
         settings: Settings,
         roots: Roots,
+        names: Names,
         host: Any,
         requests: dict[str, Tracked],
     ) -> None:
-        self.host, self.shape, self.roots, self.requests = host, shape, roots, requests
+        self.host, self.shape, self.roots, self.names, self.requests = host, shape, roots, names, requests
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.hf_text_config.vocab_size
         # With a sliding window, a chunk's rows depend on where it ends, so one chunk's piece must not be
@@ -70,7 +70,6 @@ class Chunks:
         )
         self.pieces = Pieces(config, shape.num_blocks, shape.block_size)
         self.new_encodes: list[Request] = []
-        self.numbers = itertools.count()
         self.num_refused = 0
 
     @property
@@ -90,7 +89,7 @@ class Chunks:
         if plan is None:
             return
         state = tracked.chunks = ChunkState(plan, request.cache_salt, self.roots.of(request))
-        _salt(request, _mode_salt(request, state))
+        set_salt(request, self._salt(request, state))
         self._acquire(tracked, state)
         self.submit()
 
@@ -129,9 +128,19 @@ class Chunks:
         if after_chunks:
             # Blocks computed after chunks cannot be used for any other request.
             tracked.is_mixed = True
-            _salt(tracked.request, f"kvcache-mixed-{next(self.numbers)}")
+            set_salt(tracked.request, self.names.fresh_salt())
         else:
-            _salt(tracked.request, state.salt)
+            set_salt(tracked.request, state.salt)
+
+    # Decision: docs/decisions/vllm.md#a-request-with-chunks-gets-its-own-salt
+    def _salt(self, request: Request, state: ChunkState) -> str:
+        """Returns a salt for the prompt's cuts and modes, which affect keys and values just as its tokens do.
+        """
+        plan = state.plan
+        ends = [one.end for one in state.parts()]
+        # The question chooses which keys and values are recomputed, so they are only valid for this question.
+        question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_tokens() > 0 else []
+        return self.names.salt("chunks", state.salt, plan.mode, plan.recompute, ends, question, plan.decoys)
 
     # Parts are looked up.
 
@@ -165,7 +174,7 @@ class Chunks:
         from vllm.v1.request import Request as EngineRequest
 
         _, before, own, _ = part
-        name = f"{ENCODE}{next(self.numbers)}"
+        name = self.names.request_id("encode")
         computing = EngineRequest(
             request_id=name,
             prompt_token_ids=[*before, *own],
@@ -305,22 +314,3 @@ def no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
     if vllm_config.device_config.device_type != "cpu":
         return "tokens are recomputed on CPUs only"
     return None
-
-
-def _mode_salt(request: Request, state: ChunkState) -> str:
-    """Returns a salt for the prompt's cuts and modes, which affect keys and values just as its tokens do.
-    """
-    plan = state.plan
-    ends = [one.end for one in state.parts()]
-    # The question chooses which keys and values are recomputed, so they are only valid for this question.
-    question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_tokens() > 0 else []
-    what = json.dumps(["kvcache chunks v2", state.salt, plan.mode, plan.recompute, ends, question, *plan.decoys])
-    return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
-
-
-# Decision: docs/decisions/vllm.md#a-request-with-chunks-gets-its-own-salt
-def _salt(request: Request, salt: str | None) -> None:
-    """Changes the salt of a request that has no blocks yet."""
-    request.cache_salt = salt
-    request.block_hashes.clear()
-    request.update_block_hashes()

@@ -196,3 +196,10 @@ class Tracked:
         of_tokens = request.prompt_token_ids is not None and request.prompt_embeds is None
         of_text = of_tokens and not request.mm_features and request.pooling_params is None
         return of_text and self.chunks is None and self.encode is None and not self.is_mixed
+
+
+def set_salt(request: Request, salt: str | None) -> None:
+    """Changes the salt of a request that has no blocks yet."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from .chunks import Chunks
 from .host import Geometry, Roots, Settings, caller_of
+from .names import Names
 from .orders import Load, Save
 from .prefix import NoPrefixes, Prefixes
-from .requests import Saving, Tracked
+from .requests import Saving, Tracked, set_salt
 from .stats import ChunkStats, Counting
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class ChunkScheduler:
         self.loads: list[Load] = []
         self.counting = Counting()
         roots = Roots(vllm_config, shape)
-        self.chunks = Chunks(vllm_config, shape, settings, roots, self.host, self.requests)
+        self.names = Names()
+        self.chunks = Chunks(vllm_config, shape, settings, roots, self.names, self.host, self.requests)
         has_prefixes = shape.prefix_blocks > 0
         self.prefixes = Prefixes(shape, settings, roots, self.host) if has_prefixes else NoPrefixes()
 
@@ -41,6 +43,9 @@ class ChunkScheduler:
         known = self.requests.get(request.request_id)
         if known is not None and known.encode is not None:
             return
+        salt = self.names.of_client(request.cache_salt)
+        if salt != request.cache_salt:
+            set_salt(request, salt)
         tracked = self.requests[request.request_id] = Tracked(request)
         self.chunks.begin(tracked)
 
