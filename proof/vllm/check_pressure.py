@@ -82,7 +82,27 @@ class PressureChecks(Checks):
         self.say("the salt shows no secret", "it does" if secret.hex() in salt else None)
         host.close()
 
+    def holds_end(self) -> None:
+        """Three requests generate at the same time, and the memory has room for one of them."""
+        host = self.host(5)
+        engine, orders, outs = host.llm.llm_engine, ([0, 1], [2], [3]), {}
+        names = []
+        for order in orders:
+            name = f"holds-{next(self.numbers)}"
+            names.append(engine.add_request(name, *self.case.prompt(order, "alone", count=40)) or name)
+            for _ in range(10):
+                outs |= {out.request_id: out for out in engine.step() if out.finished}
+        running = len(host.scheduler.running)
+        self.say("all three run", None if running == 3 else f"{running} do")
+        while engine.has_unfinished_requests():
+            outs |= {out.request_id: out for out in engine.step() if out.finished}
+        for order, name in zip(orders, names):
+            self.same(f"memory for one of three, documents {order}", answer(outs[name]), self.expected(order, "alone", 40))
+        self.say("nothing stays held", host.nothing_held())
+        host.close()
+
     def all(self) -> None:
         self.few_pieces()
         self.full_index()
         self.forged_salts()
+        self.holds_end()

@@ -234,3 +234,47 @@ def test_a_client_may_use_the_ids_of_the_connector(monkeypatch: pytest.MonkeyPat
     engine.run(50)
     answers(engine, asked | {"one": (tokens, params)})
     nothing_held(engine)
+
+
+@pytest.mark.parametrize("recompute", ["none", "link:4"])
+def test_rows_are_let_go_when_they_are_in_the_blocks_of_the_engine(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory has room for one request, and three generate at the same time."""
+    engine = Engine(monkeypatch, host_memory=(24 + 32 + 40) * ROW)
+    lengths, asked = [20, 30, 40], {}
+    for number in range(3):
+        name, params = f"{number}", {"chunk_lengths": lengths, "chunk_recompute": recompute}
+        asked[name] = (prompt(lengths, first=10 + 90 * number), params)
+        engine.ask(name, asked[name][0], count=40, **params)
+        for _ in range(6):
+            engine.step()
+        # The rows stay in memory, where later requests find them, but nobody holds them.
+        assert not engine.side.chunks.pieces.states and len(engine.running) == number + 1
+    engine.run(100)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_rows_are_asked_for_again_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, blocks=32, host_memory=(24 + 32 + 40) * ROW)
+    lengths, asked = [20, 30, 40], {}
+    for number in range(3):
+        asked[f"{number}"] = (prompt(lengths, first=10 + 90 * number), {"chunk_lengths": lengths})
+        engine.ask(f"{number}", asked[f"{number}"][0], count=60, **asked[f"{number}"][1])
+    engine.run(1_000)
+    assert engine.preemptions > 0
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_a_request_that_finds_everything_in_the_engines_own_cache_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    lengths = [24, 32, 40]
+    asked = {name: (prompt(lengths), {"chunk_lengths": lengths}) for name in ("first", "second")}
+    for name, (tokens, params) in asked.items():
+        engine.ask(name, tokens, count=20, **params)
+        for _ in range(6):
+            engine.step()
+        assert not engine.side.chunks.pieces.states
+    engine.run(50)
+    answers(engine, asked)
+    nothing_held(engine)

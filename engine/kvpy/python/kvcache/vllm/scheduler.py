@@ -60,7 +60,7 @@ class ChunkScheduler:
         """Orders the load of ``num_external`` tokens into a request's blocks."""
         tracked = self.requests[request.request_id]
         if num_external == 0:
-            _release_found(tracked)
+            self._let_go(tracked)
             return
         (block_ids,) = blocks.get_block_ids()
         owner = self.prefixes if tracked.chunks is None else self.chunks
@@ -72,6 +72,10 @@ class ChunkScheduler:
         """Returns the workers' orders for this step."""
         self.chunks.submit()
         loads, self.loads = self.loads, []
+        for load in loads:
+            # Such rows are read in this step. Whoever takes their memory now writes to it in a later one.
+            if load.at_once:
+                self._let_go(self.requests[load.request_id])
         saves = []
         for name, count in output.num_scheduled_tokens.items():
             tracked = self.requests[name]
@@ -123,7 +127,7 @@ class ChunkScheduler:
             if tracked is None:
                 continue
             tracked.is_receiving = False
-            _release_found(tracked)
+            self._let_go(tracked)
             if tracked.has_ended:
                 self._forget(tracked)
 
@@ -146,9 +150,14 @@ class ChunkScheduler:
             return None
         return tracked.chunks.counts()
 
-    def _forget(self, tracked: Tracked) -> None:
+    def _let_go(self, tracked: Tracked) -> None:
+        """Ends the holds of a request whose rows are in vLLM's blocks. After a preemption, vLLM asks again."""
         self.chunks.let_go(tracked)
-        _release_found(tracked)
+        if tracked.prefix is not None:
+            tracked.prefix.release()
+
+    def _forget(self, tracked: Tracked) -> None:
+        self._let_go(tracked)
         del self.requests[tracked.request.request_id]
 
     def reset(self) -> bool:
@@ -162,9 +171,3 @@ class ChunkScheduler:
         """Returns the counts since the last call."""
         chunks, prefixes = self.chunks.counts(), self.prefixes.counts()
         return self.counting.report(chunks[0] | prefixes[0], chunks[1] | prefixes[1])
-
-
-def _release_found(tracked: Tracked) -> None:
-    """Releases the blocks that an ordinary request has found."""
-    if tracked.prefix is not None:
-        tracked.prefix.release()
