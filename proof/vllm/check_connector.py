@@ -46,7 +46,7 @@ class Host:
     """vLLM with the connector, in this process."""
 
     def __init__(
-        self, path: str, *, host_memory: int, blocks: int = 256, ranks: int = 1, **settings
+        self, path: str, *, host_memory: int, blocks: int = 256, ranks: int = 1, options: dict | None = None, **settings
     ) -> None:
         self.path = path
         self.llm = LLM(
@@ -71,6 +71,7 @@ class Host:
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config={"host_memory": host_memory, **settings},
             ),
+            **(options or {}),
         )
 
     @property

@@ -7,8 +7,15 @@ resets. Run by ``check_connector.py``.
 from __future__ import annotations
 
 import itertools
+import json
+import tempfile
+from pathlib import Path
 
+import torch
 from check_connector import BLOCK, Checks, Host, answer, token_bytes
+from safetensors.torch import save_file
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.lora.request import LoRARequest
 
 
 class PressureChecks(Checks):
@@ -101,8 +108,125 @@ class PressureChecks(Checks):
         self.say("nothing stays held", host.nothing_held())
         host.close()
 
+    def resets(self) -> None:
+        """New weights while a request with chunks is in any state: its answer goes on with the new ones."""
+        host = self.host(prefix_memory="8MiB")
+        engine = host.llm.llm_engine
+        core, weights = engine.engine_core.engine_core, get_kv_transfer_group()._worker.recomputer.runner.model
+        fault = refused = None
+        for steps in range(1, 8):
+            outs, told = {}, {}
+            for mode in ("alone", "plain"):
+                name = f"reset-{next(self.numbers)}"
+                told[engine.add_request(name, *self.case.prompt([0, 1], mode, count=12)) or name] = mode
+            for _ in range(steps):
+                outs |= {out.request_id: out for out in engine.step() if out.finished}
+            before = {name: list(host.scheduler.requests[name].output_token_ids) for name in told if name in host.scheduler.requests}
+            try:
+                core.pause_scheduler(mode="keep", clear_cache=True)
+            except RuntimeError as error:
+                # vLLM itself refuses while rows are being copied in.
+                refused = refused or (None if "remote KV transfer" in str(error) else str(error))
+                core.resume_scheduler()
+                engine.abort_request(list(told), internal=True)
+                continue
+            for parameter in weights.parameters():
+                if parameter.dim() == 1:
+                    parameter.data.mul_(1.25)
+            core.resume_scheduler()
+            while engine.has_unfinished_requests():
+                outs |= {out.request_id: out for out in engine.step() if out.finished}
+            for name, old in before.items():
+                got = list(outs[name].outputs[0].token_ids)
+                prompt, sampling = self.case.prompt([0, 1], told[name], count=12 - len(old))
+                prompt["prompt_token_ids"] = [*prompt["prompt_token_ids"], *old]
+                prompt["cache_salt"] = "apart"
+                (fresh,) = self.generate(host, (prompt, sampling))
+                if got != [*old, *fresh.outputs[0].token_ids]:
+                    fault = fault or f"{told[name]} after {steps} steps: {got} instead of {[*old, *fresh.outputs[0].token_ids]}"
+        self.say("a reset succeeds while requests run", refused)
+        self.say("answers go on with the new weights", fault)
+        self.say("nothing stays held", host.nothing_held())
+        host.close()
+
+    def chosen(self) -> None:
+        """A question chooses beside other requests, which leave room for a few of its tokens, as it does alone."""
+        if self.windowed:
+            return
+        own, self.case.question = self.case.question, self.case.text(80)
+        found = []
+        for others in (False, True):
+            host = self.host()
+            engine, outs = host.llm.llm_engine, {}
+            name = engine.add_request("chosen", *self.case.prompt([0, 1, 2], "alone", "question:0.3")) or "chosen"
+            for number in range(12):
+                if others:
+                    prompt, sampling = self.case.prompt([0], "plain", count=1)
+                    engine.add_request(f"other-{number}", {"prompt_token_ids": self.case.text(252)}, sampling)
+                outs |= {out.request_id: out for out in engine.step() if out.finished}
+            while engine.has_unfinished_requests():
+                outs |= {out.request_id: out for out in engine.step() if out.finished}
+            found.append(answer(outs[name]))
+            host.close()
+        self.case.question = own
+        self.same("a question beside other requests chooses as it does alone", found[1], found[0])
+
+    def counted(self) -> None:
+        """Counters are sums of what answers say, and what was asked."""
+        host, tokens = self.host(), sum(map(len, self.case.parts([0, 1])))
+
+        def counts() -> tuple[int, int]:
+            return tuple(host.counter(f"vllm:kvcache_chunk_tokens_{what}") for what in ("reused", "computed"))
+
+        for what, order, expected in (("cold", [0, 1], (0, tokens)), ("warm", [1, 0], (tokens, 0)), ("twice", [2, 2], None)):
+            before = counts()
+            (out,) = self.generate(host, self.case.prompt(order, "alone"))
+            one = len(self.case.documents[2])
+            expected = expected or (len(self.case.system) + one, one)
+            said = tuple(out.kv_transfer_params[f"chunk_tokens_{name}"] for name in ("reused", "computed"))
+            grown = tuple(after - old for after, old in zip(counts(), before))
+            self.say(f"{what}: {said} tokens reused and computed", None if said == grown == expected else f"counted {grown}, asked {expected}")
+        host.close()
+
+    def adapters(self) -> None:
+        """An adapter is replaced by another one in place."""
+        if self.model.config.model_type != "llama":
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            found = {}
+            for case in ("replaced", "fresh"):
+                host = self.host(options={"enable_lora": True, "max_lora_rank": 8})
+                for seed in (1, 2) if case == "replaced" else (2,):
+                    self.write_adapter(Path(folder), seed)
+                    lora = LoRARequest("adapter", 1, folder, load_inplace=True)
+                    host.llm.llm_engine.add_lora(lora)
+                    prompt, sampling = self.case.prompt([0, 1], "alone")
+                    (out,) = host.llm.generate([prompt], [sampling], lora_request=lora, use_tqdm=False)
+                    found[case, seed] = answer(out)
+                host.close()
+        self.same("an adapter that was replaced in place", found["replaced", 2], found["fresh", 2])
+        differs = found["replaced", 1].tokens != found["replaced", 2].tokens
+        self.say("the two adapters answer differently", None if differs else "they do not, so the check above shows nothing")
+
+    def write_adapter(self, folder: Path, seed: int) -> None:
+        config, draw = self.model.config, torch.Generator().manual_seed(seed)
+        size, rows = config.hidden_size, {"q_proj": config.num_attention_heads, "v_proj": config.num_key_value_heads}
+        tensors = {}
+        for layer in range(config.num_hidden_layers):
+            for name, heads in rows.items():
+                at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                tensors[f"{at}.lora_A.weight"] = torch.randn(4, size, generator=draw) * 0.3
+                tensors[f"{at}.lora_B.weight"] = torch.randn(heads * config.head_dim, 4, generator=draw) * 0.3
+        save_file(tensors, folder / "adapter_model.safetensors")
+        described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(rows), "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(described))
+
     def all(self) -> None:
         self.few_pieces()
         self.full_index()
         self.forged_salts()
         self.holds_end()
+        self.resets()
+        self.chosen()
+        self.counted()
+        self.adapters()

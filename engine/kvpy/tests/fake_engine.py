@@ -10,6 +10,7 @@ A sampled token is a hash of the values that the request's blocks contain, so a 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections import OrderedDict, deque
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fake_model import FakeModel, FakeRecomputer
+from fake_model import FakeModel, FakeRecomputer, choice
 from replay import Runner, configs
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -28,6 +29,7 @@ from vllm.v1.request import Request
 
 from kvcache import Ropes
 from kvcache.vllm import ChunkConnector
+from kvcache.vllm.prompt import plan_of
 
 SIZE = 8
 """The number of tokens per block of the engine."""
@@ -169,6 +171,7 @@ class Engine(SchedulerInterface):
         max_running: int = 64,
         delay: Callable[[], int] = lambda: 0,
         lora: Any = None,
+        has_events: bool = False,
         **settings: Any,
     ) -> None:
         spec = {"kind": "FullAttentionSpec", "dtype": "torch.float32", "num_kv_heads": 1, "head_size": 32, "block_size": SIZE}
@@ -176,6 +179,7 @@ class Engine(SchedulerInterface):
         described = {"model": MODEL, "max_model_len": 512, "extra_config": extra, "layers": ["one"], "spec": spec, "num_blocks": blocks}
         config, caches = configs(described, 1)
         config.lora_config = lora
+        config.kv_events_config = SimpleNamespace(enable_kv_cache_events=has_events)
         self.model = FakeModel(Ropes(json.dumps(MODEL), 512), ["one"], blocks, 1, SIZE, 32)
         self.recomputer = FakeRecomputer(self.model)
         self.recomputer.context = lambda: context(self.weights, None, self.adapters)
@@ -198,8 +202,12 @@ class Engine(SchedulerInterface):
         """The tokens of each request that has ended, and what the connector says about it."""
         self.aborted: set[str] = set()
         self.steps = self.encodes = self.preemptions = 0
-        self.computed: list[tuple[str, int]] = []
-        """The requests of the last step, with their numbers of tokens."""
+        self.external: dict[str, int] = {}
+        """The number of tokens that are being copied in for each request."""
+        self.voided: set[str] = set()
+        """Requests whose rows were on their way during a reset."""
+        self.arrived = 0
+        """The tokens of ordinary requests that have been copied in, also for requests that were aborted."""
         self.failing: Callable[[], bool] = lambda: False
         """Returns whether the next copy into the engine's blocks fails."""
         self.connector = ChunkConnector(config, KVConnectorRole.SCHEDULER, caches)
@@ -282,6 +290,7 @@ class Engine(SchedulerInterface):
             # A request whose rows are being copied in keeps its blocks. vLLM would raise here.
             self.kv_cache_manager.evict_blocks(set(self.kv_cache_manager.hash_of))
         self.weights += new_weights
+        self.voided |= self.receiving
         return self.connector.reset_cache() is not False
 
     # A step.
@@ -290,7 +299,6 @@ class Engine(SchedulerInterface):
         self.steps += 1
         scheduled, has_sync = self._schedule()
         orders = self.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens=dict(scheduled)))
-        self.computed = list(scheduled.items())
         before = {name: self.requests[name].num_computed_tokens for name in scheduled}
         for name, count in scheduled.items():
             self.requests[name].num_computed_tokens += count
@@ -332,6 +340,9 @@ class Engine(SchedulerInterface):
         output = SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set(results.finished_recving))
         self.connector.update_connector_output(output)
         for name in results.finished_recving:
+            is_plain = self.requests[name].kv_transfer_params is None
+            self.arrived += self.external[name] if is_plain and name not in {*results.failed_recving, *self.voided} else 0
+            self.voided.discard(name)
             if name in self.aborted:
                 self.receiving.discard(name)
                 self._free(self.requests[name])
@@ -406,6 +417,7 @@ class Engine(SchedulerInterface):
         request.num_computed_tokens = computed
         if parallel:
             self.receiving.add(name)
+            self.external[name] = external
             return 0
         manager.cache(request, computed + count)
         return count
@@ -511,8 +523,18 @@ def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> lis
         start += length
     else:
         return everything
+    if again.startswith("question:") and position in _chosen(tuple(prompt), json.dumps(params)):
+        return everything
     if again.startswith("link:") and position < start + int(again[5:]) and (mode != "with-system" or number > 0):
         return everything
     before = {"alone": 0, "with-system": system}.get(mode)
     before = min(int(mode[5:]), system) if before is None else before
     return [*prompt[:before], *prompt[start : position + 1]]
+
+
+@functools.cache
+def _chosen(prompt: tuple[int, ...], params: str) -> set[int]:
+    """Returns the tokens that the question of a prompt chooses."""
+    plan = plan_of(json.loads(params), prompt)
+    places = [place for part in plan.apart() for place in range(part.start, part.end)]
+    return set(choice(list(prompt), plan.question_start, places, plan.chosen_tokens()))

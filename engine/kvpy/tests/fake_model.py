@@ -80,10 +80,14 @@ class FakeModel:
         return None
 
 
+def choice(tokens: list[int], question_start: int, places: list[int], count: int) -> list[int]:
+    """Returns the ``count`` places that a question chooses. Every token of the question matters."""
+    question = tuple(tokens[question_start:])
+    return sorted(sorted(places, key=lambda place: hashlib.blake2b(repr((question, place)).encode()).digest())[:count])
+
+
 class FakeRecomputer:
-    """Recomputes tokens, which see everything before them. A question chooses the first tokens that it
-    may.
-    """
+    """Recomputes tokens, which see everything before them."""
 
     def __init__(self, model: FakeModel) -> None:
         self.model = model
@@ -92,10 +96,14 @@ class FakeRecomputer:
         self.chosen: dict[tuple[int, ...], set[int]] = {}
         """The positions that a question has chosen, by prompt."""
 
+    def forget(self) -> None:
+        self.chosen.clear()
+
     def run(self, again: Any) -> None:
         places = [place for start, end in again.runs for place in range(start, end)]
         if again.chosen is not None:
-            places = places[: again.chosen]
+            assert sum(target[2] for _, target, _ in again.rows) == again.question_start, "a question chooses among all rows"
+            places = choice(again.tokens, again.question_start, places, again.chosen)
             self.chosen.setdefault(tuple(again.tokens), set()).update(places)
-        for place in places:
+        for place in (place for place in places if place >= again.first):
             self.model.write(again.table, place, (*self.context(), *again.tokens[: place + 1]))

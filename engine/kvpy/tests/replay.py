@@ -35,6 +35,7 @@ class Scheduler(SchedulerInterface):
         self.replay = replay
         self.requests: dict[str, Request] = {}
         self.tables: dict[str, list[int]] = {}
+        self.failed_recving_kv_req_ids: set[str] = set()
         self.kv_cache_manager = SimpleNamespace(
             get_block_ids=lambda name: (self.tables[name],),
             evict_blocks=lambda blocks: replay.effects.note("evict_blocks", plain(blocks)),
@@ -44,6 +45,10 @@ class Scheduler(SchedulerInterface):
     def add_request(self, request: Request) -> None:
         self.requests[request.request_id] = request
         self.replay.added(request)
+
+    def finish_requests(self, names: list[str], status: Any) -> None:
+        """Aborts requests of the connector. Recordings contain no resets, so there are none left."""
+        assert not set(names) & set(self.requests)
 
 
 class Runner(GPUModelRunner):
@@ -65,6 +70,7 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         device_config=SimpleNamespace(device_type="cpu"),
         lora_config=None,
+        kv_events_config=None,
         model_config=model,
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(config["layers"], layer)),
     )

@@ -80,7 +80,7 @@ def test_rows_that_one_rank_could_not_save_are_given_up(monkeypatch: pytest.Monk
     assert encode.is_over and not side.saving and not side.prefixes.saving
     assert "could not be copied to host memory" in side.requests["chunks"].refused
     matched = side.prefixes.matched
-    assert (matched(plain, 0), matched(plain, 32)) == ((0, False), (32, True)), "the second block alone was saved"
+    assert matched(plain, 0) == matched(plain, 32) == (0, False), "the second block cannot be found without the first one"
     for tracked in list(side.requests.values()):
         side.finished(tracked.request)
     side.reset()
@@ -92,7 +92,7 @@ def test_rows_saved_before_a_reset_are_not_found(monkeypatch: pytest.MonkeyPatch
     side = prefixes_side(monkeypatch)
     plain = plain_request(side, 70)
     names = [saving.name for saving in new_saves(side, plain)]
-    assert side.reset() is False, "something is on its way"
+    assert side.reset() is True
     side.saved(dict.fromkeys(names, 1))
     assert side.prefixes.matched(plain, 0) == (0, False) and side.reset() is True
 
@@ -105,6 +105,20 @@ def test_a_block_without_room_is_offered_again(monkeypatch: pytest.MonkeyPatch) 
     held.release()
     assert [saving.index for saving in new_saves(side, plain)] == [1, 2]
     assert new_saves(side, plain) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [(1000, 1000), ("1000", 1000), ("2 KiB", 2048), ("1.5GiB", 3 << 29), ("0.5 TiB", 1 << 39), ("2TiB", 2 << 40), (8e9, 8_000_000_000)],
+)
+def test_sizes_may_be_fractions_and_have_units(given: object, size: int) -> None:
+    assert Settings.of({"host_memory": given, "prefix_memory": given}) == Settings(host_memory=size, prefix_memory=size)
+
+
+@pytest.mark.parametrize("given", ["1 GB", "GiB", "-1GiB", "1e9", 0, 0.5, float("nan"), float("inf"), True, None, [1]])
+def test_sizes_that_are_none_are_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="host_memory is"):
+        Settings.of({"host_memory": given})
 
 
 @pytest.mark.parametrize(

@@ -278,3 +278,22 @@ def test_a_request_that_finds_everything_in_the_engines_own_cache_holds_nothing(
     engine.run(50)
     answers(engine, asked)
     nothing_held(engine)
+
+
+@pytest.mark.parametrize("step_tokens", [8, 20, 64, 256])
+@pytest.mark.parametrize("mode", ["alone", "with-system"])
+def test_what_a_question_chooses_does_not_depend_on_the_step(step_tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests leave room for a few tokens of a long question, or for none."""
+    engine, lengths, asked = Engine(monkeypatch, step_tokens=step_tokens, blocks=80), [20, 30, 40], {}
+    for number in range(3):
+        asked[f"plain-{number}"] = (list(range(100 + 50 * number, 137 + 50 * number)), None)
+        engine.ask(f"plain-{number}", asked[f"plain-{number}"][0], count=30)
+    params = {"chunk_lengths": lengths, "chunk_mode": mode, "chunk_recompute": "question:0.5"}
+    for name in ("once", "again"):
+        asked[name] = (prompt(lengths, question=80), params)
+        engine.ask(name, asked[name][0], count=20, **params)
+        for _ in range(9):
+            engine.step()
+    engine.run(500)
+    answers(engine, asked)
+    nothing_held(engine)

@@ -28,7 +28,7 @@ from kvcache import ChunkCacheConfig, ChunkCacheManager
 
 from .host import Geometry, Roots, Settings
 from .names import Names
-from .orders import Again, Load, Save, run_of
+from .orders import Again, Load, Run, Save, run_of
 from .pieces import Found, Part, Pieces
 from .prompt import ChunkPlan, ChunkRequestError, plan_of
 from .requests import ChunkState, Encode, Saving, Tracked, Work, set_salt
@@ -71,6 +71,8 @@ class Chunks:
         self.pieces = Pieces(config, shape.num_blocks, shape.block_size)
         self.new_encodes: list[Request] = []
         self.num_refused = 0
+        self.served = {"chunk_tokens_reused": 0, "chunk_tokens_computed": 0}
+        """The sums of what the answers of requests with chunks say."""
 
     @property
     def cache(self) -> ChunkCacheManager:
@@ -137,7 +139,7 @@ class Chunks:
         """Returns a salt for the prompt's cuts and modes, which affect keys and values just as its tokens do.
         """
         plan = state.plan
-        ends = [one.end for one in state.parts()]
+        ends = [one.end for one in (plan.system, *plan.chunks)]
         # The question chooses which keys and values are recomputed, so they are only valid for this question.
         question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_tokens() > 0 else []
         return self.names.salt("chunks", state.salt, plan.mode, plan.recompute, ends, question, plan.decoys)
@@ -149,10 +151,11 @@ class Chunks:
         request = tracked.request
 
         def part(number: int) -> Part:
-            own = state.parts()[number]
+            own = state.plan.parts[number]
             # The system prompt is a part too, computed alone.
-            before = state.plan.before(request.prompt_token_ids) if number > 0 else []
-            mode = state.plan.mode if number > 0 else "alone"
+            is_chunk = own is not state.plan.system
+            before = state.plan.before(request.prompt_token_ids) if is_chunk else []
+            mode = state.plan.mode if is_chunk else "alone"
             return mode, before, list(request.prompt_token_ids[own.start : own.end]), len(before)
 
         if self.pieces.acquire(state, part, lambda number, missing: self._encode(request, state, part(number), missing)) == Found.NO_ROOM:
@@ -240,6 +243,21 @@ class Chunks:
         if tracked.chunks is not None:
             self.pieces.let_go(tracked.chunks)
 
+    def ended(self, state: ChunkState) -> dict[str, int] | None:
+        """Counts a request that has ended. Returns what its answer says about its chunks; None if vLLM has not run
+        it."""
+        if not state.is_served:
+            return None
+        counts = state.counts()
+        for name, count in counts.items():
+            self.served[name] += count
+        return counts
+
+    def reset(self) -> list[str]:
+        """Forgets all chunks. Returns the IDs of the encodes that were under way, which vLLM must abort."""
+        self.new_encodes.clear()
+        return [encode.name for encode in self.pieces.reset()]
+
     # The host schedules.
 
     def matched(self, tracked: Tracked, num_computed: int) -> tuple[int | None, bool] | None:
@@ -262,42 +280,51 @@ class Chunks:
         end = state.plan.question_start
         first = end - count
         # Block 0 stands for a block that vLLM freed because a window has passed it.
-        table, rows = [block or -1 for block in block_ids], []
+        rows = self._rows(state, first, [block or -1 for block in block_ids])
+        at_once = state.plan.recompute != "none"
+        again = self._again(request, state, first, block_ids)
+        return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once, again)
+
+    def _rows(self, state: ChunkState, first: int, table: list[int]) -> list[tuple[Run, Run, int]]:
+        """Returns the rows of a request's parts from token ``first`` on, to be written to the blocks in ``table``."""
+        rows = []
         for start, hold in state.held():
             skipped = max(0, first - start)
             left = hold.num_tokens - skipped
             if left > 0:
                 source = run_of(hold.block_ids, self.shape.block_size, skipped, left)
+                target = run_of(table, self.shape.engine_block_size, start + skipped, left)
                 # A piece is stored under the position of its first token.
-                rows.append((source, run_of(table, size, start + skipped, left), start - hold.stored_start))
-        again = self._again(request, state.plan, first, block_ids)
-        at_once = state.plan.recompute != "none"
-        return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once, again)
+                rows.append((source, target, start - hold.stored_start))
+        return rows
 
-    def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
+    # Decision: docs/decisions/vllm.md#a-question-chooses-before-its-request-has-blocks
+    def _again(self, request: Request, state: ChunkState, first: int, block_ids: list[int]) -> Again | None:
         """Returns the tokens to recompute. The request's tokens before ``first`` are in vLLM's own cache.
         """
+        plan = state.plan
         chosen = plan.chosen_tokens()
         parts = plan.apart() if chosen > 0 else plan.linked()
         if not any(part.end > first for part in parts):
             return None
-        held = len(block_ids) * self.shape.engine_block_size
+        tokens = list(request.prompt_token_ids)
+        blocks = list(range(-(-len(tokens) // self.shape.engine_block_size)))
         return Again(
-            tokens=list(request.prompt_token_ids[:held]),
+            tokens=tokens,
             table=list(block_ids),
             runs=[(part.start, part.end) for part in parts],
             first=first,
             chosen=chosen if chosen > 0 else None,
             question_start=plan.question_start,
-            key=hashlib.sha256(json.dumps([request.cache_salt, list(request.prompt_token_ids)]).encode()).digest(),
+            key=hashlib.sha256(json.dumps([request.cache_salt, tokens]).encode()).digest(),
+            rows=self._rows(state, 0, blocks) if chosen > 0 else [],
         )
 
     def counts(self) -> tuple[dict[str, int], dict[str, float]]:
         """Returns the cache's counters and gauges."""
         chunks = self.cache.get_metrics()
         totals = {
-            "chunk_tokens_reused": chunks.tokens_reused,
-            "chunk_tokens_computed": chunks.tokens_computed,
+            **self.served,
             "chunk_evictions": chunks.evictions,
             "chunk_requests_refused": self.num_refused,
         }

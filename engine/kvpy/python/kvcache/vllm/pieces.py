@@ -49,6 +49,8 @@ class Pieces:
         """The requests that hold rows."""
         self.queue: list[ChunkState] = []
         """The requests that wait for room."""
+        self.changes = 0
+        """The number of times that rows may have been let go."""
 
     # Decision: docs/decisions/vllm.md#a-stored-piece-is-handed-to-its-waiters
     def acquire(self, state: ChunkState, part: Callable[[int], Part], encode: Callable[[int, list[Work]], Encode]) -> Found:
@@ -59,6 +61,8 @@ class Pieces:
         numbers = [number for number in range(state.num_parts) if number not in state.pieces]
         if numbers and not self._may_ask(state):
             return self._wait_for_room(state)
+        if state.room is not None and state.room.seen == self.changes and not state.room.was_over:
+            return Found.WAITS
         parts = [part(number) for number in numbers]
         outcomes = self.cache.acquire_all(state.root, parts)
         if any(one is None for pieces in outcomes for one in pieces):
@@ -93,8 +97,9 @@ class Pieces:
                 pieces.append(work)
             start += own.token_count
         state.pieces[number] = pieces
-        computed = sum(work.reservation.num_tokens for work in missing)
-        state.computed[number] = max(computed, state.computed.get(number, 0))
+        if not state.is_served:
+            computed = sum(work.reservation.num_tokens for work in missing)
+            state.computed[number] = max(computed, state.computed.get(number, 0))
         if missing:
             self.encodes.add(encode(number, missing))
 
@@ -120,6 +125,7 @@ class Pieces:
         return waited
 
     def _end(self, encode: Encode) -> None:
+        self.changes += 1
         encode.is_over = True
         self.encodes.discard(encode)
         for work in encode.pieces:
@@ -127,8 +133,7 @@ class Pieces:
 
     def let_go(self, state: ChunkState) -> None:
         """Lets all pieces of a request go. If the request needs them again, it asks again."""
-        state.drop(list(state.pieces))
-        self.states.discard(state)
+        self._drop_all(state)
         self._leave_queue(state)
 
     def reset(self) -> list[Encode]:
@@ -151,9 +156,13 @@ class Pieces:
     def _may_ask(self, state: ChunkState) -> bool:
         return not self.queue or self.queue[0] is state
 
-    def _wait_for_room(self, state: ChunkState) -> Found:
+    def _drop_all(self, state: ChunkState) -> None:
+        self.changes += bool(state.pieces)
         state.drop(list(state.pieces))
         self.states.discard(state)
+
+    def _wait_for_room(self, state: ChunkState) -> Found:
+        self._drop_all(state)
         if state not in self.queue:
             self.queue.append(state)
         if not self._may_ask(state):
@@ -164,7 +173,7 @@ class Pieces:
             self._leave_queue(state)
             return Found.NO_ROOM
         # If everything has ended by now, the next lookup is the last one.
-        state.room.look()
+        state.room.look(self.changes)
         return Found.WAITS
 
     def _leave_queue(self, state: ChunkState) -> None:

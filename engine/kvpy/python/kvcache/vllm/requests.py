@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvcache import ChunkReservation, ChunkWaiter, MutableBlocks, PieceHold, SharedBlocks
 
 from .orders import Save
-from .prompt import ChunkPlan, Part
+from .prompt import ChunkPlan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -74,8 +74,8 @@ class BlockSaving(Saving):
     key: bytes
     index: int
     """The index of the block in the request."""
-    is_forgotten: bool = False
-    """True once a reset has asked to forget the block."""
+    before: SharedBlocks
+    """The blocks before it that were known when the saves began. The last of these saves ends the hold."""
 
 
 @dataclass(eq=False)
@@ -90,6 +90,8 @@ class ChunkState:
     """The pieces of each part that was looked up, in order: held, or still being computed."""
     computed: dict[int, int] = field(default_factory=dict)
     """The number of tokens of each part that were computed for this request."""
+    is_served: bool = False
+    """True once vLLM has run the request with its chunks. Later lookups are not counted."""
     losses: int = 0
     """The number of encodes that were given up while the request waited for them."""
     room: RoomWait | None = None
@@ -97,11 +99,8 @@ class ChunkState:
 
     @property
     def num_parts(self) -> int:
-        """The number of parts: the system prompt and the chunks."""
-        return 1 + len(self.plan.chunks)
-
-    def parts(self) -> list[Part]:
-        return [self.plan.system, *self.plan.chunks]
+        """The number of parts: the system prompt, if there is one, and the chunks."""
+        return len(self.plan.parts)
 
     def is_held(self) -> bool:
         """Returns true if all pieces of all parts are held."""
@@ -110,7 +109,7 @@ class ChunkState:
 
     def held(self) -> Iterator[tuple[int, PieceHold]]:
         """Returns the pieces of all parts in order, each with the index of its first token in the prompt."""
-        for number, part in enumerate(self.parts()):
+        for number, part in enumerate(self.plan.parts):
             start = part.start
             for hold in self.pieces[number]:
                 yield start, hold
@@ -141,9 +140,12 @@ class RoomWait:
     """The encodes that were under way when the wait began, and still are."""
     was_over: bool = False
     """True once all of them have let go."""
+    seen: int = -1
+    """The number of changes when the request last looked."""
 
-    def look(self) -> None:
+    def look(self, changes: int) -> None:
         """Removes the requests and encodes that have let go."""
+        self.seen = changes
         self.holders = {state for state in self.holders if state.pieces}
         self.encodes = {encode for encode in self.encodes if not encode.is_over}
         self.was_over = not self.holders and not self.encodes
@@ -162,6 +164,8 @@ class PrefixState:
     """The first token that was found."""
     found: SharedBlocks | None = None
     """The blocks that were found, until they are copied."""
+    copied: int = 0
+    """The number of tokens that are being copied."""
     is_barred: bool = False
     """True if the request's blocks could not be copied in, so it is computed instead."""
 
@@ -186,6 +190,10 @@ class Tracked:
     prefix: PrefixState | None = None
     is_receiving: bool = False
     """True while rows are copied in, in parallel with steps."""
+    awaits_step: bool = False
+    """True once rows have been copied in, until vLLM runs the request."""
+    is_stale: bool = False
+    """True if some of the request's blocks are older than the last reset, so the tier must not save any."""
     has_ended: bool = False
     """True if the request ended while receiving. Its rows are then held until the copy ends."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,10 @@ def block_hashes(request: Request) -> list[bytes]:
     done, tokens = len(request.block_hashes), request.all_token_ids
     ends = range((done + 1) * BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
     return [hashlib.sha256(repr((request.cache_salt, tokens[:end])).encode()).digest() for end in ends]
+
+
+class RequestStatus(enum.Enum):
+    FINISHED_ABORTED = enum.auto()
 
 
 class Request:
