@@ -203,11 +203,11 @@ class Engine(SchedulerInterface):
         self.aborted: set[str] = set()
         self.steps = self.encodes = self.preemptions = 0
         self.external: dict[str, int] = {}
-        """The number of tokens that are being copied in for each request."""
+        """The number of tokens of ordinary prompts that are being copied in for each request."""
         self.voided: set[str] = set()
         """Requests whose rows were on their way during a reset."""
         self.arrived = 0
-        """The tokens of ordinary requests that have been copied in, also for requests that were aborted."""
+        """The tokens of ordinary prompts that have been copied in, also for requests that were aborted."""
         self.failing: Callable[[], bool] = lambda: False
         """Returns whether the next copy into the engine's blocks fails."""
         self.connector = ChunkConnector(config, KVConnectorRole.SCHEDULER, caches)
@@ -340,8 +340,7 @@ class Engine(SchedulerInterface):
         output = SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set(results.finished_recving))
         self.connector.update_connector_output(output)
         for name in results.finished_recving:
-            is_plain = self.requests[name].kv_transfer_params is None
-            self.arrived += self.external[name] if is_plain and name not in {*results.failed_recving, *self.voided} else 0
+            self.arrived += self.external[name] if name not in {*results.failed_recving, *self.voided} else 0
             self.voided.discard(name)
             if name in self.aborted:
                 self.receiving.discard(name)
@@ -417,7 +416,7 @@ class Engine(SchedulerInterface):
         request.num_computed_tokens = computed
         if parallel:
             self.receiving.add(name)
-            self.external[name] = external
+            self.external[name] = external if self.side.requests[name].chunks is None else 0
             return 0
         manager.cache(request, computed + count)
         return count

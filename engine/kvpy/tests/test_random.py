@@ -32,7 +32,7 @@ class Traffic:
         self.folder = folder
         self.engine = Engine(
             monkeypatch,
-            blocks=draw.choice([40, 48, 64]),
+            blocks=draw.choice([34, 40, 64]),
             step_tokens=draw.choice([16, 40, 128]),
             max_running=draw.choice([3, 8]),
             delay=lambda: draw.choice([0, 0, 1, 4]),
@@ -41,7 +41,7 @@ class Traffic:
             max_chunks=draw.choice([1, 4, 100]),
             max_chunk_tokens=draw.choice([SIZE, 24, 4096]),
             cache_policy=draw.choice(["lru", "tiny-lfu", "s3-fifo", "priority"]),
-            prefix_memory=draw.choice([0, 8, 30]) * SIZE * ROW,
+            prefix_memory=draw.choice([0, 20, 60, 60]) * SIZE * ROW,
         )
         if self.with_adapters:
             for name in ("a", "b"):
@@ -54,9 +54,15 @@ class Traffic:
         """The number of answer tokens of each request when something changed, and what holds from then on: the
         weights and the adapter, and whether there are chunks."""
         self.sums: Counter[str] = Counter()
+        self.hot: list[list[list[int]]] = []
+        """Prompts that are asked again and again."""
         self.documents = [[draw.randrange(10, 500) for _ in range(draw.choice([3, 8, 13, 24, 40]))] for _ in range(7)]
 
     def parts(self) -> list[list[int]]:
+        if len(self.hot) < 4:
+            self.hot.append([self.draw.choice(self.documents) for _ in range(self.draw.randrange(2, 5))])
+        elif self.draw.random() < 0.5:
+            return self.draw.choice(self.hot)
         return [self.draw.choice(self.documents) for _ in range(self.draw.randrange(2, 5))]
 
     def params(self, parts: list[list[int]]) -> dict | None:
@@ -77,7 +83,7 @@ class Traffic:
         params, adapter = self.params(parts), draw.choice(["a", "b", None]) if self.with_adapters else None
         self.asked[name] = (tokens, params, adapter)
         lora = SimpleNamespace(lora_name=adapter, lora_path=str(self.folder / adapter), lora_int_id=1) if adapter else None
-        self.engine.ask(name, tokens, count=draw.choice([1, 3, 12]), salt=draw.choice(SALTS), adapter=lora, **(params or {}))
+        self.engine.ask(name, tokens, count=draw.choice([1, 3, 12, 30]), salt=draw.choice(SALTS), adapter=lora, **(params or {}))
         self.turn(name)
 
     def turn(self, name: str) -> None:
