@@ -10,6 +10,7 @@ import itertools
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from check_connector import BLOCK, Checks, Host, answer, token_bytes
@@ -26,16 +27,36 @@ class PressureChecks(Checks):
 
     def bounded(self, host: Host, *asked, most: int = 200) -> list:
         """Answers requests in at most ``most`` steps. Returns ``None`` for each request that has not ended."""
-        engine, names, outs = host.llm.llm_engine, [], {}
-        for prompt, sampling in asked:
-            name = f"pressure-{next(self.numbers)}"
-            names.append(engine.add_request(name, prompt, sampling) or name)
+        names, outs = [self.add(host, *one) for one in asked], {}
         for _ in range(most):
             if len(outs) == len(names):
                 break
-            outs |= {out.request_id: out for out in engine.step() if out.finished}
-        engine.abort_request([name for name in names if name not in outs], internal=True)
+            outs |= self.step(host)
+        host.llm.llm_engine.abort_request([name for name in names if name not in outs])
         return [outs.get(name) for name in names]
+
+    def add(self, host: Host, prompt: dict, sampling) -> str:
+        """Adds a request and returns its name."""
+        name = f"pressure-{next(self.numbers)}"
+        host.llm.llm_engine.add_request(name, prompt, sampling)
+        return name
+
+    def step(self, host: Host) -> dict[str, Any]:
+        """Runs a step, and returns the requests that have ended, by name."""
+        return {out.request_id: out for out in host.llm.llm_engine.step() if out.finished}
+
+    def rest(self, host: Host) -> dict[str, Any]:
+        """Runs steps until every request has ended."""
+        outs = {}
+        while host.llm.llm_engine.has_unfinished_requests():
+            outs |= self.step(host)
+        return outs
+
+    def told(self, host: Host, name: str) -> list[int] | None:
+        """Returns the answer tokens of a request so far; ``None`` if it has ended."""
+        # vLLM adds a suffix to the names of requests.
+        own = [request for key, request in host.scheduler.requests.items() if key.startswith(name)]
+        return list(own[0].output_token_ids) if own else None
 
     def encoded_once(self, host: Host, order: list[int]) -> None:
         """Checks that the parts of these documents were computed once, and nothing else."""
@@ -76,13 +97,12 @@ class PressureChecks(Checks):
     def forged_salts(self) -> None:
         """A client gives the salt of a request with chunks, which it has seen in vLLM's events."""
         host = self.host()
-        name = host.llm.llm_engine.add_request("chunks", *self.case.prompt([0, 1], "alone")) or "chunks"
+        self.add(host, *self.case.prompt([0, 1], "alone"))
         salt = next(one.request.cache_salt for one in host.side.requests.values() if one.chunks is not None)
-        while host.llm.llm_engine.has_unfinished_requests():
-            host.llm.llm_engine.step()
+        self.rest(host)
         prompt, sampling = self.case.prompt([0, 1], "plain")
         (out,) = self.generate(host, ({**prompt, "cache_salt": salt}, sampling))
-        self.same(f"an ordinary request with the salt of {name}", answer(out), self.expected([0, 1], "plain"))
+        self.same("an ordinary request with the salt of one with chunks", answer(out), self.expected([0, 1], "plain"))
         (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
         self.same("a request with chunks after it", answer(out), self.expected([0, 1], "alone"))
         secret = host.side.names.secret
@@ -92,19 +112,16 @@ class PressureChecks(Checks):
     def holds_end(self) -> None:
         """Three requests generate at the same time, and the memory has room for one of them."""
         host = self.host(5)
-        engine, orders, outs = host.llm.llm_engine, ([0, 1], [2], [3]), {}
-        names = []
+        orders, names, outs = ([0, 1], [2], [3]), [], {}
         for order in orders:
-            name = f"holds-{next(self.numbers)}"
-            names.append(engine.add_request(name, *self.case.prompt(order, "alone", count=40)) or name)
+            names.append(self.add(host, *self.case.prompt(order, "alone", count=60)))
             for _ in range(10):
-                outs |= {out.request_id: out for out in engine.step() if out.finished}
+                outs |= self.step(host)
         running = len(host.scheduler.running)
         self.say("all three run", None if running == 3 else f"{running} do")
-        while engine.has_unfinished_requests():
-            outs |= {out.request_id: out for out in engine.step() if out.finished}
+        outs |= self.rest(host)
         for order, name in zip(orders, names):
-            self.same(f"memory for one of three, documents {order}", answer(outs[name]), self.expected(order, "alone", 40))
+            self.same(f"memory for one of three, documents {order}", answer(outs[name]), self.expected(order, "alone", 60))
         self.say("nothing stays held", host.nothing_held())
         host.close()
 
@@ -115,35 +132,35 @@ class PressureChecks(Checks):
         core, weights = engine.engine_core.engine_core, get_kv_transfer_group()._worker.recomputer.runner.model
         fault = refused = None
         for steps in range(1, 8):
-            outs, told = {}, {}
+            outs, modes = {}, {}
             for mode in ("alone", "plain"):
-                name = f"reset-{next(self.numbers)}"
-                told[engine.add_request(name, *self.case.prompt([0, 1], mode, count=12)) or name] = mode
+                modes[self.add(host, *self.case.prompt([0, 1], mode, count=12))] = mode
             for _ in range(steps):
-                outs |= {out.request_id: out for out in engine.step() if out.finished}
-            before = {name: list(host.scheduler.requests[name].output_token_ids) for name in told if name in host.scheduler.requests}
+                outs |= self.step(host)
+            before = {name: self.told(host, name) for name in modes}
             try:
                 core.pause_scheduler(mode="keep", clear_cache=True)
             except RuntimeError as error:
                 # vLLM itself refuses while rows are being copied in.
                 refused = refused or (None if "remote KV transfer" in str(error) else str(error))
                 core.resume_scheduler()
-                engine.abort_request(list(told), internal=True)
+                engine.abort_request(list(modes))
                 continue
             for parameter in weights.parameters():
                 if parameter.dim() == 1:
                     parameter.data.mul_(1.25)
             core.resume_scheduler()
-            while engine.has_unfinished_requests():
-                outs |= {out.request_id: out for out in engine.step() if out.finished}
+            outs |= self.rest(host)
             for name, old in before.items():
+                if old is None:
+                    continue
                 got = list(outs[name].outputs[0].token_ids)
-                prompt, sampling = self.case.prompt([0, 1], told[name], count=12 - len(old))
+                prompt, sampling = self.case.prompt([0, 1], modes[name], count=12 - len(old))
                 prompt["prompt_token_ids"] = [*prompt["prompt_token_ids"], *old]
                 prompt["cache_salt"] = "apart"
                 (fresh,) = self.generate(host, (prompt, sampling))
-                if got != [*old, *fresh.outputs[0].token_ids]:
-                    fault = fault or f"{told[name]} after {steps} steps: {got} instead of {[*old, *fresh.outputs[0].token_ids]}"
+                right = [*old, *fresh.outputs[0].token_ids]
+                fault = fault or (None if got == right else f"{modes[name]} after {steps} steps: {got} instead of {right}")
         self.say("a reset succeeds while requests run", refused)
         self.say("answers go on with the new weights", fault)
         self.say("nothing stays held", host.nothing_held())
@@ -157,15 +174,13 @@ class PressureChecks(Checks):
         found = []
         for others in (False, True):
             host = self.host()
-            engine, outs = host.llm.llm_engine, {}
-            name = engine.add_request("chosen", *self.case.prompt([0, 1, 2], "alone", "question:0.3")) or "chosen"
-            for number in range(12):
+            name, outs = self.add(host, *self.case.prompt([0, 1, 2], "alone", "question:0.3")), {}
+            for _ in range(12):
                 if others:
-                    prompt, sampling = self.case.prompt([0], "plain", count=1)
-                    engine.add_request(f"other-{number}", {"prompt_token_ids": self.case.text(252)}, sampling)
-                outs |= {out.request_id: out for out in engine.step() if out.finished}
-            while engine.has_unfinished_requests():
-                outs |= {out.request_id: out for out in engine.step() if out.finished}
+                    _, sampling = self.case.prompt([0], "plain", count=1)
+                    self.add(host, {"prompt_token_ids": self.case.text(252)}, sampling)
+                outs |= self.step(host)
+            outs |= self.rest(host)
             found.append(answer(outs[name]))
             host.close()
         self.case.question = own

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -368,6 +368,8 @@ class Engine(SchedulerInterface):
             budget -= count
             at += 1
         skipped: list[Request] = []
+        # Requests that hold blocks come first.
+        self.waiting = deque(sorted(self.waiting, key=lambda one: one.request_id not in self.receiving))
         while self.waiting and budget > 0 and not preempted and len(self.running) < self.max_running:
             request = self.waiting[0]
             admitted = self._admit(request, budget)
@@ -408,6 +410,9 @@ class Engine(SchedulerInterface):
         else:
             computed, parallel = request.num_computed_tokens, False
             count = min(request.num_tokens - computed, budget)
+        if parallel and self._missing(request, len(found)) > len(manager.free) - self._reserved(name):
+            # Rows on their way hold blocks without progress, so that others could wait for them for ever.
+            return None
         if not manager.grow(name, computed + count, found):
             return None
         self.connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: manager.get_block_ids(name)), external)
@@ -420,6 +425,16 @@ class Engine(SchedulerInterface):
             return 0
         manager.cache(request, computed + count)
         return count
+
+    def _missing(self, request: Request, held: int) -> int:
+        """Returns the number of blocks that a request with ``held`` blocks still needs for all of its tokens."""
+        return max(0, -(-request.num_tokens // SIZE) - held)
+
+    def _reserved(self, name: str) -> int:
+        """Returns the number of blocks that other requests need which have not computed all of their tokens."""
+        tables = self.kv_cache_manager.tables
+        others = (one for one in self.requests.values() if one.request_id in tables and one.request_id != name)
+        return sum(self._missing(one, len(tables[one.request_id])) for one in others)
 
     def _received(self, request: Request) -> None:
         name = request.request_id
@@ -495,14 +510,17 @@ class Roomy:
         self.model = FakeModel(Ropes(json.dumps(MODEL), 512), ["one"], 1, 1, SIZE, 32)
         self.known: dict[Any, list[int]] = {}
 
-    def answer(self, prompt: list[int], count: int, where: tuple[int, ...], params: dict[str, Any] | None) -> list[int]:
-        key = (tuple(prompt), count, where, json.dumps(params, sort_keys=True))
+    def answer(
+        self, prompt: list[int], count: int, where: tuple[int, ...], params: dict[str, Any] | None, told: Sequence[int] = ()
+    ) -> list[int]:
+        """Returns ``count`` tokens of an answer that begins with ``told``."""
+        key = (tuple(prompt), tuple(told), count, where, json.dumps(params, sort_keys=True))
         if key not in self.known:
             tokens, values = list(prompt), [self._values(prompt, position, where, params) for position in range(len(prompt))]
-            for _ in range(count):
-                tokens.append(sample(np.array(values)))
+            for number in range(len(told) + count):
+                tokens.append(told[number] if number < len(told) else sample(np.array(values)))
                 values.append(self.model.rows((*where, *tokens), len(tokens) - 1)[1][0])
-            self.known[key] = tokens[len(prompt) :]
+            self.known[key] = tokens[len(prompt) + len(told) :]
         return self.known[key]
 
     def _values(self, prompt: list[int], position: int, where: tuple[int, ...], params: dict[str, Any] | None) -> np.ndarray:

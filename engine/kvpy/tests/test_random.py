@@ -95,20 +95,21 @@ class Traffic:
         if not turns or turns[-1][1:] != now:
             turns.append((len(request.output_token_ids), *now))
 
-    def step(self) -> None:
-        self.engine.step()
+    def turns_of_all(self) -> None:
         for name in self.engine.requests:
             if name in self.asked and name not in self.engine.aborted:
                 self.turn(name)
+
+    def step(self) -> None:
+        self.engine.step()
+        self.turns_of_all()
         report = self.engine.side.stats()
         if report is not None:
             self.sums.update({name: value for name, value in report.data.items() if name in COUNTERS})
 
     def reset(self) -> None:
         assert self.engine.reset(new_weights=True)
-        for name in self.engine.requests:
-            if name in self.asked and name not in self.engine.aborted:
-                self.turn(name)
+        self.turns_of_all()
 
     def run(self) -> None:
         draw, engine = self.draw, self.engine
@@ -121,6 +122,7 @@ class Traffic:
             if running and draw.random() < 0.15:
                 # Also an encode of the connector, now and then.
                 engine.abort(draw.choice(running))
+                self.turns_of_all()
             if draw.random() < 0.02:
                 self.reset()
         for _ in range(8_000):
@@ -135,7 +137,7 @@ class Traffic:
         turns = [*self.turns[name], (count, (), False)]
         for (_, where, has_chunks), (end, *_) in zip(turns, turns[1:]):
             if end > len(answer):
-                answer += ROOMY.answer([*tokens, *answer], end - len(answer), where, params if has_chunks else None)
+                answer += ROOMY.answer(tokens, end - len(answer), where, params if has_chunks else None, answer)
         return answer
 
 

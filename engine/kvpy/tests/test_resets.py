@@ -46,7 +46,7 @@ class Reset:
             assert "chunk_error" not in (said or {}), f"{name}: {said}"
             if name in self.told:
                 old = self.told[name]
-                rest = ROOMY.answer([*tokens, *old], 6 - len(old), context(1, None, {}), params)
+                rest = ROOMY.answer(tokens, 6 - len(old), context(1, None, {}), params, old)
                 assert got == [*old, *rest], f"{name} uses what was computed before the reset"
 
 
