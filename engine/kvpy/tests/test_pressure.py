@@ -297,3 +297,24 @@ def test_what_a_question_chooses_does_not_depend_on_the_step(step_tokens: int, m
     engine.run(500)
     answers(engine, asked)
     nothing_held(engine)
+
+
+@pytest.mark.parametrize("recompute", ["none", "link:4", "question:0.5"])
+def test_a_prompt_without_a_system_prompt_is_served(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = Engine(monkeypatch), {}
+    for name, tokens in (("first", prompt([30, 40])), ("turned", [*range(40, 80), *range(10, 40), 3, 4])):
+        lengths = [0, 30, 40] if name == "first" else [0, 40, 30]
+        asked[name] = (tokens, {"chunk_lengths": lengths, "chunk_recompute": recompute})
+        engine.ask(name, tokens, **asked[name][1])
+        engine.run(50)
+    assert engine.encodes == 2
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_misspelt_fields_are_told_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    engine.ask("one", prompt([20, 30]), chunk_length=[20, 30])
+    engine.run(50)
+    assert "did you mean chunk_lengths?" in engine.answers["one"][1]["chunk_error"]
+    answers(engine, {"one": (prompt([20, 30]), None)}, refused=("one",))
