@@ -95,13 +95,16 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
     an unknown kind.
     """
     groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    for kind in kinds:
+        if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
+            raise UnsupportedHostError(f"layers of the kind {kind} are not supported; use a model with ordinary attention")
     if len(groups) != 1:
-        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-        raise UnsupportedHostError(f"the model has layers of several kinds ({kinds}); chunks are supported only if all layers are of one kind")
-    spec = groups[0].kv_cache_spec
-    kind = type(spec).__name__
-    if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
-        raise UnsupportedHostError(f"layers of the kind {kind} are not supported; use a model with ordinary attention")
+        raise UnsupportedHostError(
+            f"the model has layers of several kinds ({', '.join(kinds)}), and vLLM keeps a table of blocks for each of them; "
+            "start vLLM with --disable-hybrid-kv-cache-manager, which keeps the blocks of all attention layers alike"
+        )
+    (kind,), spec = kinds, groups[0].kv_cache_spec
     dtype = str(spec.dtype).rsplit(".", 1)[-1]
     if dtype not in ("float32", "float16", "bfloat16"):
         raise UnsupportedHostError(f"keys and values are stored as {dtype}; use float32, float16 or bfloat16")
