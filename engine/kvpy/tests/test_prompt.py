@@ -19,7 +19,8 @@ def test_parts_are_cut_by_lengths_or_by_a_separator() -> None:
     by_lengths = prompt.plan_of({"chunk_lengths": [4, 3, 4]}, tokens)
     assert by_separator == by_lengths
     assert (by_lengths.question_start, by_lengths.before(tokens), len(by_lengths.chunks)) == (11, [], 2)
-    assert prompt.plan_of({"something": 1}, tokens) is None and prompt.plan_of(None, tokens) is None
+    for other in ({"something": 1}, {1: 2, None: 3}, {}, None, [], "chunk_lengths"):
+        assert prompt.plan_of(other, tokens) is None
 
 
 def test_modes_determine_what_chunks_see_and_links_what_is_recomputed() -> None:

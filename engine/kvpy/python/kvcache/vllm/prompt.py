@@ -107,8 +107,10 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
 
     Raises ``ChunkRequestError`` for inconsistent parts.
     """
-    own = [name for name in params or () if name.startswith("chunk")]
-    if not params or not own:
+    if not isinstance(params, dict):
+        return None
+    own = [name for name in params if isinstance(name, str) and name.startswith("chunk")]
+    if not own:
         return None
     for name in own:
         if name not in NAMES:
