@@ -122,3 +122,18 @@ def test_reports_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.data == {"chunk_evictions": 5, "chunk_memory_usage_perc": 0.25} and not first.is_empty()
     first.reset()
     assert first.is_empty()
+
+
+def test_evictions_count_what_made_room_and_refusals_count_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch, host_memory=(24 + 32 + 40) * ROW, prefix_memory=4 * SIZE * ROW)
+    counted.ask("first", prompt(LENGTHS), chunk_lengths=LENGTHS)
+    assert counted.sums["chunk_evictions"] == 0
+    counted.ask("second", prompt(LENGTHS, first=200), chunk_lengths=LENGTHS)
+    assert counted.sums["chunk_evictions"] == 3
+    counted.ask("plain", [*range(10, 10 + 4 * SIZE), 3], count=1)
+    assert (counted.sums["prefix_blocks_saved"], counted.sums["prefix_blocks_evicted"]) == (4, 0)
+    counted.ask("another", [*range(300, 300 + 3 * SIZE), 3], count=1)
+    assert (counted.sums["prefix_blocks_saved"], counted.sums["prefix_blocks_evicted"]) == (7, 3)
+    for number, lengths in enumerate(([20, 300], [20], [50, 50, 50])):
+        assert "chunk_error" in counted.ask(f"refused-{number}", prompt([50, 50, 50]), chunk_lengths=lengths)
+        assert counted.sums["chunk_requests_refused"] == number + 1
