@@ -25,7 +25,7 @@ from replay import Runner, configs
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.interface import SchedulerInterface
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvcache import Ropes
 from kvcache.vllm import ChunkConnector
@@ -63,11 +63,15 @@ class Blocks:
     """The engine's blocks and its prefix cache. Block 0 is never used."""
 
     def __init__(self, count: int) -> None:
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count))
+        self.unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count))
         self.holders = [0] * count
         self.hash_of: dict[int, bytes] = {}
         self.block_of: dict[bytes, int] = {}
         self.tables: dict[str, list[int]] = {}
+        self.block_pool = SimpleNamespace(num_gpu_blocks=count)
+
+    def free(self, request: Request) -> None:
+        self.release(request.request_id)
 
     def get_block_ids(self, name: str) -> tuple[list[int]]:
         return (list(self.tables[name]),)
@@ -92,14 +96,14 @@ class Blocks:
         changes nothing, if there are too few blocks."""
         table = self.tables.get(name, [])
         missing = -(-tokens // SIZE) - len(table) - len(found)
-        if missing > len(self.free) - sum(block in self.free for block in found):
+        if missing > len(self.unused) - sum(block in self.unused for block in found):
             return False
         for block in found:
-            self.free.pop(block, None)
+            self.unused.pop(block, None)
             self.holders[block] += 1
         fresh = []
         for _ in range(missing):
-            block, _ = self.free.popitem(last=False)
+            block, _ = self.unused.popitem(last=False)
             self.evict_blocks({block})
             self.holders[block] = 1
             fresh.append(block)
@@ -116,9 +120,9 @@ class Blocks:
         for block in reversed(self.tables.pop(name, [])):
             self.holders[block] -= 1
             if self.holders[block] == 0:
-                self.free[block] = None
+                self.unused[block] = None
                 if block not in self.hash_of:
-                    self.free.move_to_end(block, last=False)
+                    self.unused.move_to_end(block, last=False)
 
     def reset(self) -> bool:
         if any(self.holders):
@@ -400,6 +404,7 @@ class Engine(SchedulerInterface):
             self._received(request)
         found, external = [], 0
         if request.num_computed_tokens == 0:
+            assert name not in manager.tables, "vLLM looks up only requests without blocks"
             found = manager.found(request)
             external, parallel = self.connector.get_num_new_matched_tokens(request, len(found) * SIZE)
             if external is None:
@@ -410,7 +415,7 @@ class Engine(SchedulerInterface):
         else:
             computed, parallel = request.num_computed_tokens, False
             count = min(request.num_tokens - computed, budget)
-        if parallel and self._missing(request, len(found)) > len(manager.free) - self._reserved(name):
+        if parallel and self._missing(request, len(found)) > len(manager.unused) - self._reserved(name):
             # Rows on their way hold blocks without progress, so that others could wait for them for ever.
             return None
         if not manager.grow(name, computed + count, found):
@@ -421,6 +426,7 @@ class Engine(SchedulerInterface):
         request.num_computed_tokens = computed
         if parallel:
             self.receiving.add(name)
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             self.external[name] = external if self.side.requests[name].chunks is None else 0
             return 0
         manager.cache(request, computed + count)
@@ -437,7 +443,7 @@ class Engine(SchedulerInterface):
         return sum(self._missing(one, len(tables[one.request_id])) for one in others)
 
     def _received(self, request: Request) -> None:
-        name = request.request_id
+        name, request.status = request.request_id, RequestStatus.WAITING
         self.receiving.discard(name)
         self.finished_recving_kv_req_ids.discard(name)
         if name in self.failed_recving_kv_req_ids:

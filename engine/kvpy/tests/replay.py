@@ -38,7 +38,8 @@ class Scheduler(SchedulerInterface):
         self.failed_recving_kv_req_ids: set[str] = set()
         self.kv_cache_manager = SimpleNamespace(
             get_block_ids=lambda name: (self.tables[name],),
-            evict_blocks=lambda blocks: replay.effects.note("evict_blocks", plain(blocks)),
+            block_pool=SimpleNamespace(num_gpu_blocks=0),
+            evict_blocks=lambda blocks: blocks and replay.effects.note("evict_blocks", plain(blocks)),
         )
         self.connector = ChunkConnector(config, KVConnectorRole.SCHEDULER, caches)
 

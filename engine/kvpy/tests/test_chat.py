@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,6 +40,14 @@ class Numbered(Tokenizer):
         return f"<|system|>{known}<|end|>" + super().render(messages, None)
 
 
+class Tagged(Tokenizer):
+    """The text between documents and the text after them begin and end like parts of the same special tokens."""
+
+    def render(self, messages: list[dict], documents: Any) -> str:
+        known = "".join(f"<|doc|>{one['text']}<|enddoc|>" for one in documents or ())
+        return f"<|system|>{known}<|end|>" + super().render(messages, None)
+
+
 class Twice(Tokenizer):
     def render(self, messages: list[dict], documents: Any) -> str:
         return super().render([*messages, messages[-1]], None)
@@ -68,6 +77,16 @@ def test_a_template_that_numbers_documents_is_rendered_as_it_is() -> None:
     before, texts, after = chat_parts(Numbered(), MESSAGES, [ADA, BO, CY])
     assert before + "".join(texts) + after == Numbered().render(MESSAGES, [{"text": text} for text in (ADA, BO, CY)])
     assert all(own in text for own, text in zip((ADA, BO, CY), texts))
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer(), Titled(), Numbered(), Tagged()])
+@pytest.mark.parametrize("documents", [[ADA], [ADA, BO], [ADA, BO, CY]])
+def test_no_special_token_is_cut(tokenizer: Tokenizer, documents: list[str]) -> None:
+    before, texts, after = chat_parts(tokenizer, MESSAGES, documents)
+    parts = [before, *texts, after]
+    special = re.compile(r"<\|\w+\|>|</?doc[ 0-9]*>")
+    assert sum(len(special.findall(part)) for part in parts) == len(special.findall("".join(parts)))
+    assert all(not re.sub(special, "", part).strip().startswith(("|", ">")) and "<" not in re.sub(special, "", part) for part in parts)
 
 
 def test_content_parts_of_the_last_message_are_documents() -> None:

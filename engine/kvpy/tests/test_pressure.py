@@ -35,7 +35,7 @@ def nothing_held(engine: Engine) -> None:
         engine.step()
     side = engine.side
     assert not side.requests and not side.saving and not side.loads, "something is kept of requests that have ended"
-    assert len(engine.kv_cache_manager.free) == len(engine.kv_cache_manager.holders) - 1, "blocks of the engine are held"
+    assert len(engine.kv_cache_manager.unused) == len(engine.kv_cache_manager.holders) - 1, "blocks of the engine are held"
     side.chunks.cache.check_invariants()
     side.reset()
     assert side.chunks.cache.get_metrics().used_blocks == 0, "rows of chunks are held"

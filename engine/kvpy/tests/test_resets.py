@@ -101,3 +101,54 @@ def test_a_reset_reaches_the_choices_of_the_workers(monkeypatch: pytest.MonkeyPa
     engine.ask("plain", [3, 4, 5])
     engine.run(50)
     assert not engine.recomputer.chosen
+
+
+def test_a_request_that_waits_for_room_after_its_copy_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has seen the end of the copy, and has no block for the rest of the request."""
+    for params in ({"chunk_lengths": LENGTHS}, None):
+        engine = Engine(monkeypatch, blocks=40, prefix_memory=200 * 8 * ROW)
+        # The question needs blocks that the rows do not.
+        tokens = prompt(LENGTHS, question=30)
+        engine.ask("before", tokens[:100], count=1, **(params or {}))
+        engine.run(50)
+        engine.kv_cache_manager.reset()
+        engine.ask("one", tokens, count=3, **(params or {}))
+        engine.step()
+        assert "one" in engine.receiving
+        engine.kv_cache_manager.tables["other"] = taken = list(engine.kv_cache_manager.unused)
+        engine.kv_cache_manager.unused.clear()
+        engine.step()
+        engine.step()
+        assert "one" not in engine.receiving and not engine.running, "it has been promoted, and does not run"
+        assert engine.connector.reset_cache() is True
+        engine.weights += 1
+        del engine.kv_cache_manager.tables["other"]
+        engine.kv_cache_manager.unused.update(dict.fromkeys(taken))
+        engine.run(50)
+        assert engine.answers["one"][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
+        nothing_held(engine)
+
+
+@pytest.mark.parametrize("params", [{"chunk_lengths": LENGTHS}, {"chunk_lengths": LENGTHS, "chunk_mode": "with-system"}, None])
+def test_nothing_old_is_found_when_vllm_refused_its_own_reset(params: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request runs on, so vLLM keeps its cache, and resets the connector all the same."""
+    engine = Engine(monkeypatch, prefix_memory=200 * 8 * ROW)
+    tokens = prompt(LENGTHS)
+    engine.ask("before", tokens, count=1, **(params or {}))
+    engine.run(50)
+    engine.ask("runs-on", list(range(300, 340)), count=30)
+    for _ in range(3):
+        engine.step()
+    assert not engine.kv_cache_manager.reset() and engine.connector.reset_cache() is True
+    engine.weights += 1
+    for name in ("after", "again"):
+        engine.ask(name, tokens, count=3, **(params or {}))
+        for _ in range(12):
+            engine.step()
+        assert engine.answers[name][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
+    engine.run(50)
+    engine.kv_cache_manager.reset()
+    engine.ask("from-the-tier", tokens, count=3, **(params or {}))
+    engine.run(50)
+    assert engine.answers["from-the-tier"][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
+    nothing_held(engine)

@@ -1,9 +1,8 @@
 """Chats cut into parts: the model's own template renders the messages, and each document becomes a chunk.
 
 The documents are marked, the template renders them, and the rendered text is cut at the marks. A template can put
-text between documents. The end of this text that also precedes the first document belongs to the document that
-follows, and the beginning that also follows the last document to the one before, so that a document has the same
-tokens wherever it is.
+text between documents. The spaces and line ends that follow each document belong to it, and so does the rest if it
+precedes each document, so that a document has the same tokens wherever it is. Special tokens are never cut.
 """
 
 from __future__ import annotations
@@ -121,7 +120,8 @@ def _cut(text: str, count: int) -> tuple[str, list[str], list[str]]:
 def _borders(cut: tuple[str, list[str], list[str]]) -> tuple[str, str]:
     """Returns the texts that precede and follow every document, from a chat with the same document twice."""
     before, _, (between, last) = cut
-    trail = os.path.commonprefix([between, last])
-    rest = between[len(trail) :]
-    lead = os.path.commonprefix([before[::-1], rest[::-1]])[::-1]
-    return lead, trail
+    common = os.path.commonprefix([between, last])
+    # Only spaces and line ends: a longer text could end inside a special token.
+    trail = common[: len(common) - len(common.lstrip())]
+    lead = between[len(trail) :]
+    return (lead if before.endswith(lead) else ""), trail

@@ -177,15 +177,23 @@ class ChunkScheduler:
         """
         from vllm.v1.request import RequestStatus
 
+        manager = self.host.kv_cache_manager
+        # vLLM resets its connector also when requests have kept it from resetting its own cache.
+        manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
         for tracked in self.requests.values():
+            request = tracked.request
             self._let_go(tracked)
             tracked.prefix = None
             # vLLM has not preempted the request, and so has not dropped its blocks.
-            tracked.is_stale = tracked.request.num_computed_tokens > 0
+            tracked.is_stale = request.num_computed_tokens > 0
             if (tracked.is_receiving or tracked.awaits_step) and not tracked.has_ended:
-                # As if the copy had failed: vLLM frees the blocks when the copy ends, and asks again.
-                tracked.request.num_computed_tokens = 0
-                self.host.failed_recving_kv_req_ids.add(tracked.request.request_id)
+                if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    # As if the copy had failed: vLLM frees the blocks when the copy ends, and asks again.
+                    self.host.failed_recving_kv_req_ids.add(request.request_id)
+                else:
+                    # vLLM has seen the end of the copy, and had no room to run the request.
+                    manager.free(request)
+                request.num_computed_tokens = 0
         encodes = self.chunks.reset()
         self.prefixes.reset()
         self.saving.clear()

@@ -18,6 +18,8 @@ def block_hashes(request: Request) -> list[bytes]:
 
 
 class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
     FINISHED_ABORTED = enum.auto()
 
 
@@ -46,6 +48,7 @@ class Request:
         self.prompt_embeds: Any = None
         self.skip_reading_prefix_cache = False
         self.num_computed_tokens = 0
+        self.status = RequestStatus.WAITING
         self.output_token_ids: list[int] = []
         extra = (sampling_params.extra_args if sampling_params else None) or {}
         self.kv_transfer_params: dict[str, Any] | None = extra.get("kv_transfer_params")
