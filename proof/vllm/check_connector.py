@@ -46,7 +46,7 @@ class Host:
     """vLLM with the connector, in this process."""
 
     def __init__(
-        self, path: str, *, host_memory: int, blocks: int = 256, ranks: int = 1, **settings
+        self, path: str, *, host_memory: int, blocks: int = 256, ranks: int = 1, options: dict | None = None, **settings
     ) -> None:
         self.path = path
         self.llm = LLM(
@@ -71,6 +71,7 @@ class Host:
                 kv_load_failure_policy="recompute",
                 kv_connector_extra_config={"host_memory": host_memory, **settings},
             ),
+            **(options or {}),
         )
 
     @property
@@ -256,12 +257,12 @@ class Checks:
         self.generate(host, self.case.prompt([0, 2], "alone"))
         (out,) = self.generate(host, self.case.prompt([0, 2], "plain"))
         self.same("a plain request after it is untouched", answer(out), self.expected([0, 2], "plain"))
-        own, side._salt = side._salt, lambda request, salt: None
+        own, side.set_salt = side.set_salt, lambda request, salt: None
         try:
             self.generate(host, self.case.prompt([1, 3], "alone"))
             (out,) = self.generate(host, self.case.prompt([1, 3], "plain"))
         finally:
-            side._salt = own
+            side.set_salt = own
         got, expected = answer(out), self.expected([1, 3], "plain")
         leaked = got.tokens != expected.tokens or max(abs(a - b) for a, b in zip(got.logprobs, expected.logprobs)) > CLOSE
         self.say("without a salt of its own it would be another one", None if leaked else "nothing leaked")
@@ -383,6 +384,12 @@ def main() -> None:
                 check(host)
                 host.close()
         failures += checks.failures
+        if args.ranks == 1:
+            from check_pressure import PressureChecks
+
+            pressure = PressureChecks(path)
+            pressure.all()
+            failures += pressure.failures
     sys.exit(f"{failures} checks failed" if failures else 0)
 
 

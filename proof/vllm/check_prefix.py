@@ -141,9 +141,25 @@ class PrefixChecks(Checks):
             out, expected = self.ask(host, self.case.text(60), [i % 4, (i + 1) % 4])
             self.same(f"more than the tier holds, {i}", answer(out), expected)
         host.side.prefixes.pool.check_invariants()
+        self.leaves_from_its_end(host)
         evictions = host.side.prefixes.pool.counts()["evictions"]
         self.say(f"{evictions} blocks were evicted", None if evictions else "none was")
         self.say("nothing stays held", host.nothing_held())
+
+
+    def leaves_from_its_end(self, host: Host) -> None:
+        """A prompt takes all nine blocks of the tier, and another one takes two of them."""
+
+        def ask(tokens: list[int]) -> int:
+            host.llm.reset_prefix_cache()
+            (out,) = self.generate(host, ({"prompt_token_ids": tokens}, self.case.prompt([0], "plain", count=1)[1]))
+            return out.num_cached_tokens
+
+        long = self.case.text(9 * SIZE + 1)
+        ask(long)
+        ask(self.case.text(2 * SIZE + 1))
+        left = ask(long)
+        self.say("a prompt leaves the tier from its end", None if left == 7 * SIZE else f"{left} of its tokens are found, and not {7 * SIZE}")
 
 
 def main() -> None:

@@ -34,8 +34,11 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.v1.request import RequestStatus
 
+import kvcache.vllm.names as names
 from kvcache import KvCacheError
 
+# Salts and request IDs are the same in every recording.
+names.new_secret = lambda: bytes(32)
 # Consecutive tokens keep the files short. No two texts start with the same token.
 SYSTEM, QUESTION, OTHER_QUESTION = range(5, 26), range(26, 35), range(35, 42)
 LONG_QUESTION = range(26, 50)

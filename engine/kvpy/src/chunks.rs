@@ -64,6 +64,7 @@ pub(crate) struct PyPieceHold(Mutex<Option<kvchunk::PieceHold>>);
 #[pyclass(frozen, name = "ChunkReservation", module = "kvcache")]
 pub(crate) struct PyChunkReservation {
     own: Mutex<Option<kvchunk::ChunkReservation>>,
+    hash: kvchunk::ChunkHash,
     #[pyo3(get)]
     block_ids: Vec<u32>,
     #[pyo3(get)]
@@ -129,6 +130,12 @@ impl PyPieceHold {
         Ok(PySegment(segment.at_offset(offset.map_err(CallError::from)?)))
     }
 
+    /// Returns another hold on the piece, for a second reader. Each of the holds is released by itself.
+    fn share(&self) -> PyResult<Self> {
+        let own = self.0.lock();
+        Ok(Self(Mutex::new(Some(own.as_ref().ok_or_else(over)?.clone()))))
+    }
+
     /// Releases the hold on the piece now.
     fn release(&self) {
         drop(self.0.lock().take());
@@ -137,6 +144,12 @@ impl PyPieceHold {
 
 #[pymethods]
 impl PyChunkReservation {
+    /// The hash by which the piece will be found.
+    #[getter]
+    fn chunk_hash(&self) -> PyChunkHash {
+        self.hash.into()
+    }
+
     /// Returns the slots to write, with a permit to write to them.
     fn write_slots(&self) -> PyResult<PyWriteSlots> {
         let own = self.own.lock();
@@ -201,21 +214,43 @@ impl PyChunkCacheManager {
         tokens: Vec<u32>,
         stored_start: i64,
     ) -> PyResult<Vec<Py<PyAny>>> {
-        if tokens.is_empty() {
+        let mut parts = self.acquire_all(py, root, vec![(mode.to_owned(), system, tokens, stored_start)])?;
+        Ok(parts.pop().unwrap_or_default())
+    }
+
+    /// Looks up the pieces of all parts of a prompt under `root`, and reserves blocks for the missing ones.
+    /// Each part is a tuple of the other arguments of `acquire`. Returns the outcomes of `acquire` for each part.
+    ///
+    /// All stored pieces are held before a piece is reserved, so a prompt never evicts its own pieces.
+    fn acquire_all(
+        &self,
+        py: Python<'_>,
+        root: [u8; 32],
+        parts: Vec<(String, Vec<u32>, Vec<u32>, i64)>,
+    ) -> PyResult<Vec<Vec<Py<PyAny>>>> {
+        if parts.iter().any(|(_, _, tokens, _)| tokens.is_empty()) {
             return Err(PyValueError::new_err("a chunk needs at least one token"));
         }
-        let hasher = self.hasher(root, mode, &system)?;
+        let hashers: Vec<_> =
+            parts.iter().map(|(mode, system, ..)| self.hasher(root, mode, system)).collect::<Result<_>>()?;
         let cache = self.0.clone();
-        let acquire = move || {
-            let mut start = stored_start;
-            let piece = |piece: kvchunk::ChunkPiece<'_>| {
-                let acquired = cache.acquire(TenantId::default(), &piece, start);
-                start += piece.tokens().len() as i64;
-                acquired
-            };
-            hasher.pieces(&tokens, cache.config().max_chunk_tokens).map(piece).collect::<Vec<_>>()
+        let acquire = || {
+            let (mut pieces, mut counts) = (Vec::new(), Vec::new());
+            for ((_, _, tokens, stored_start), hasher) in parts.iter().zip(&hashers) {
+                let (before, mut start) = (pieces.len(), *stored_start);
+                for piece in hasher.pieces(tokens, cache.config().max_chunk_tokens) {
+                    let stored_start = start;
+                    start += piece.tokens().len() as i64;
+                    pieces.push((piece, stored_start));
+                }
+                counts.push(pieces.len() - before);
+            }
+            (cache.acquire_all(TenantId::default(), &pieces), counts)
         };
-        py.detach(acquire).into_iter().map(|acquired| outcome(py, acquired)).collect()
+        let (acquired, counts) = py.detach(acquire);
+        let mut acquired = acquired.into_iter();
+        let part = |count| acquired.by_ref().take(count).map(|one| outcome(py, one)).collect();
+        counts.into_iter().map(part).collect()
     }
 
     /// Returns the hash of each piece of a chunk. The arguments are the same as for `acquire`.
@@ -268,6 +303,7 @@ fn outcome(py: Python<'_>, acquired: Acquired) -> PyResult<Py<PyAny>> {
                 block_ids: numbers(reservation.block_ids()),
                 num_tokens: reservation.tokens().len(),
                 stored_start: reservation.stored_start(),
+                hash: reservation.chunk_hash(),
                 own: Mutex::new(Some(reservation)),
             };
             Py::new(py, reserved)?.into_any()

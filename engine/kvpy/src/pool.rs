@@ -1,8 +1,10 @@
 //! Pools of blocks, the holders of blocks, and the keys that blocks are found by.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvcore::{BlockId, BlockKey, PolicyKind, PoolConfig};
+use kvcore::{BlockId, BlockKey, EventQueue, KvEvent, PolicyKind, PoolConfig};
+use kvmanager::ChainLinks;
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -16,11 +18,21 @@ use crate::tensor::Integers;
 /// The blocks of an arena, or of other memory. A block is free, being filled, shared, or cached. A cached
 /// block can be found by its key until its memory is needed.
 #[pyclass(frozen, name = "BlockPool", module = "kvcache")]
-pub(crate) struct PyBlockPool(pub(crate) kvcore::BlockPool);
+pub(crate) struct PyBlockPool {
+    pub(crate) pool: kvcore::BlockPool,
+    links: Option<ChainLinks>,
+    events: Option<Arc<EventQueue>>,
+}
+
+impl From<kvcore::BlockPool> for PyBlockPool {
+    fn from(pool: kvcore::BlockPool) -> Self {
+        Self { pool, links: None, events: None }
+    }
+}
 
 /// Blocks that one owner fills. They become free when this object is released or dropped.
 #[pyclass(frozen, name = "MutableBlocks", module = "kvcache")]
-pub(crate) struct PyMutableBlocks(Mutex<Option<kvcore::MutableBlocks>>);
+pub(crate) struct PyMutableBlocks(Mutex<Option<kvcore::MutableBlocks>>, Option<ChainLinks>);
 
 /// A hold on filled blocks, which any number of holders may read. After the last hold ends, a block with a
 /// key stays cached, and a block without a key becomes free.
@@ -45,39 +57,81 @@ pub(crate) fn numbers(ids: &[BlockId]) -> Vec<u32> {
 impl PyBlockPool {
     /// Creates a pool of blocks `start` to `start + num_blocks - 1`. `policy` determines which cached blocks
     /// are evicted first: `"lru"`, `"s3-fifo"`, `"tiny-lfu"` or `"priority"`. A cached block expires after
-    /// `ttl` seconds, or never if `ttl` is `None`.
+    /// `ttl` seconds, or never if `ttl` is `None`. With `chains`, a block is evicted only after all cached blocks
+    /// that were registered as following it. With `events`, the pool keeps up to this number of events for
+    /// `take_events`.
     #[new]
-    #[pyo3(signature = (num_blocks, *, start = 0, policy = "lru", ttl = None))]
-    fn new(num_blocks: u32, start: u32, policy: &str, ttl: Option<f64>) -> PyResult<Self> {
+    #[pyo3(signature = (num_blocks, *, start = 0, policy = "lru", ttl = None, chains = false, events = 0))]
+    fn new(
+        num_blocks: u32,
+        start: u32,
+        policy: &str,
+        ttl: Option<f64>,
+        chains: bool,
+        events: usize,
+    ) -> PyResult<Self> {
         let policy: PolicyKind = named("policy", policy)?;
-        let mut config = PoolConfig::default().policy(policy);
+        let links = chains.then(ChainLinks::default);
+        let events = (events > 0).then(|| Arc::new(EventQueue::new(events)));
+        let config = PoolConfig::default();
+        let mut config = match &links {
+            Some(links) => config.shards(1).custom_policy(links.policy(policy)),
+            None => config.policy(policy),
+        };
+        if let Some(events) = &events {
+            config = config.events(events.clone());
+        }
         if let Some(ttl) = ttl {
+            if chains {
+                let reason = "a pool of chains has no ttl, because its blocks would expire in any order";
+                return Err(PyValueError::new_err(reason));
+            }
             let ttl = Duration::try_from_secs_f64(ttl);
             config = config.ttl(ttl.map_err(|error| PyValueError::new_err(format!("ttl: {error}")))?);
         }
         let end = start.checked_add(num_blocks).ok_or(kvcore::Error::Overflow { what: "the last block" });
         let pool = kvcore::BlockPool::with_config(start..end.map_err(CallError::from)?, config);
-        Ok(Self(pool.map_err(CallError::from)?))
+        Ok(Self { pool: pool.map_err(CallError::from)?, links, events })
+    }
+
+    /// Returns the events since the last call, oldest first: `("stored", key)`, `("removed", key)` or
+    /// `("cleared", None)`. If the pool could not keep all events, the first one is `("lost", None)`.
+    fn take_events(&self) -> Vec<(&'static str, Option<[u8; 32]>)> {
+        let Some((events, lost)) = self.events.as_ref().map(|events| events.drain()) else {
+            return Vec::new();
+        };
+        let mut told: Vec<_> = (lost > 0).then_some(("lost", None)).into_iter().collect();
+        for event in events {
+            match event {
+                KvEvent::Stored { keys, .. } => {
+                    told.extend(keys.iter().map(|key| ("stored", Some(*key.as_bytes()))));
+                }
+                KvEvent::Removed { key, .. } => told.push(("removed", Some(*key.as_bytes()))),
+                KvEvent::Cleared => told.push(("cleared", None)),
+            }
+        }
+        told
     }
 
     /// Allocates `n` blocks to fill, or none. Evicts cached blocks if necessary.
     fn allocate(&self, n: usize) -> PyResult<PyMutableBlocks> {
-        Ok(PyMutableBlocks::new(self.0.allocate(n).map_err(CallError::from)?))
+        let blocks = self.pool.allocate(n).map_err(CallError::from)?;
+        Ok(PyMutableBlocks(Mutex::new(Some(blocks)), self.links.clone()))
     }
 
     /// Acquires the blocks for the longest prefix of `keys` whose blocks are all in the pool.
     fn lookup(&self, keys: Vec<[u8; 32]>) -> PySharedBlocks {
-        PySharedBlocks(Mutex::new(Some(self.0.lookup_chain(&keys_of(keys)))))
+        PySharedBlocks(Mutex::new(Some(self.pool.lookup_chain(&keys_of(keys)))))
     }
 
     /// Returns the number of blocks that `lookup` would currently find.
     fn cached_prefix(&self, keys: Vec<[u8; 32]>) -> usize {
-        self.0.cached_prefix(&keys_of(keys))
+        self.pool.cached_prefix(&keys_of(keys))
     }
 
     /// Returns the number of blocks in each state, and the number of evictions so far.
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (counts, dict) = (self.0.counts(), PyDict::new(py));
+        let (counts, dict) = (self.pool.counts(), PyDict::new(py));
         for (name, count) in [
             ("total", counts.total),
             ("free", counts.free),
@@ -88,24 +142,24 @@ impl PyBlockPool {
         ] {
             dict.set_item(name, count)?;
         }
-        dict.set_item("evictions", self.0.evictions())?;
+        dict.set_item("evictions", self.pool.evictions())?;
         Ok(dict)
     }
 
     /// Frees every cached block, and returns the number of freed blocks.
     fn clear_cached(&self) -> usize {
-        self.0.clear_cached()
+        self.pool.clear_cached()
     }
 
     /// Checks all internal counts by recounting. Raises an error that names the first count that is wrong.
     fn check_invariants(&self) -> PyResult<()> {
-        self.0.check_invariants().map_err(KvCacheError::new_err)
+        self.pool.check_invariants().map_err(KvCacheError::new_err)
     }
 }
 
 impl PyMutableBlocks {
     pub(crate) fn new(blocks: kvcore::MutableBlocks) -> Self {
-        Self(Mutex::new(Some(blocks)))
+        Self(Mutex::new(Some(blocks)), None)
     }
 }
 
@@ -130,7 +184,11 @@ impl PyMutableBlocks {
     fn register(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<PySharedBlocks> {
         let mut own = self.0.lock();
         let blocks = own.take().ok_or_else(over)?;
-        match blocks.register(parent.map(BlockKey::from_bytes), &keys_of(keys)) {
+        let (parent, keys) = (parent.map(BlockKey::from_bytes), keys_of(keys));
+        if let Some(links) = self.1.as_ref().filter(|_| keys.len() == blocks.len()) {
+            links.link(parent, &keys);
+        }
+        match blocks.register(parent, &keys) {
             Ok(shared) => Ok(PySharedBlocks(Mutex::new(Some(shared)))),
             Err(rejected) => {
                 *own = Some(rejected.blocks);

@@ -89,7 +89,7 @@ impl PyBlockTable {
     fn new(pool: &PyBlockPool, block_size: usize, prefix: Option<&PySharedBlocks>) -> PyResult<Self> {
         let table = match prefix {
             Some(prefix) => kvcore::BlockTable::with_prefix(prefix.take()?, block_size),
-            None => kvcore::BlockTable::new(&pool.0, block_size),
+            None => kvcore::BlockTable::new(&pool.pool, block_size),
         };
         Ok(Self(Mutex::new(Some(table.map_err(CallError::from)?))))
     }

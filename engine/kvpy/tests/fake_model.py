@@ -8,6 +8,7 @@ rotated to its position. The tokens that a token saw therefore determine its byt
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,11 @@ class FakeModel:
         for layer in range(len(self.caches)):
             self.keys[layer][block, :, :, row], self.values[layer][block, :, row] = keys[layer], values[layer]
 
+    def values_of(self, table: list[int], tokens: int) -> np.ndarray:
+        """Returns the values ``[tokens, heads, dim]`` of a table's first tokens in the first layer."""
+        places = np.arange(tokens)
+        return self.values[0][np.array(table)[places // self.size], :, places % self.size]
+
     def fault(self, table: list[int], seen: dict[int, tuple[int, ...]]) -> str | None:
         """Describes the tokens that have wrong bytes in their slots; None if all are right."""
         places = np.array(list(seen))
@@ -74,20 +80,30 @@ class FakeModel:
         return None
 
 
+def choice(tokens: list[int], question_start: int, places: list[int], count: int) -> list[int]:
+    """Returns the ``count`` places that a question chooses. Every token of the question matters."""
+    question = tuple(tokens[question_start:])
+    return sorted(sorted(places, key=lambda place: hashlib.blake2b(repr((question, place)).encode()).digest())[:count])
+
+
 class FakeRecomputer:
-    """Recomputes tokens, which see everything before them. A question chooses the first tokens that it
-    may.
-    """
+    """Recomputes tokens, which see everything before them."""
 
     def __init__(self, model: FakeModel) -> None:
         self.model = model
+        self.context: Callable[[], tuple[int, ...]] = tuple
+        """Returns what rows depend on besides tokens."""
         self.chosen: dict[tuple[int, ...], set[int]] = {}
         """The positions that a question has chosen, by prompt."""
+
+    def forget(self) -> None:
+        self.chosen.clear()
 
     def run(self, again: Any) -> None:
         places = [place for start, end in again.runs for place in range(start, end)]
         if again.chosen is not None:
-            places = places[: again.chosen]
+            assert sum(target[2] for _, target, _ in again.rows) == again.question_start, "a question chooses among all rows"
+            places = choice(again.tokens, again.question_start, places, again.chosen)
             self.chosen.setdefault(tuple(again.tokens), set()).update(places)
-        for place in places:
-            self.model.write(again.table, place, tuple(again.tokens[: place + 1]))
+        for place in (place for place in places if place >= again.first):
+            self.model.write(again.table, place, (*self.context(), *again.tokens[: place + 1]))

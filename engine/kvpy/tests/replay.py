@@ -35,15 +35,21 @@ class Scheduler(SchedulerInterface):
         self.replay = replay
         self.requests: dict[str, Request] = {}
         self.tables: dict[str, list[int]] = {}
+        self.failed_recving_kv_req_ids: set[str] = set()
         self.kv_cache_manager = SimpleNamespace(
             get_block_ids=lambda name: (self.tables[name],),
-            evict_blocks=lambda blocks: replay.effects.note("evict_blocks", plain(blocks)),
+            block_pool=SimpleNamespace(num_gpu_blocks=0),
+            evict_blocks=lambda blocks: blocks and replay.effects.note("evict_blocks", plain(blocks)),
         )
         self.connector = ChunkConnector(config, KVConnectorRole.SCHEDULER, caches)
 
     def add_request(self, request: Request) -> None:
         self.requests[request.request_id] = request
         self.replay.added(request)
+
+    def finish_requests(self, names: list[str], status: Any) -> None:
+        """Aborts requests of the connector. Recordings contain no resets, so there are none left."""
+        assert not set(names) & set(self.requests)
 
 
 class Runner(GPUModelRunner):
@@ -65,6 +71,7 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         device_config=SimpleNamespace(device_type="cpu"),
         lora_config=None,
+        kv_events_config=None,
         model_config=model,
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(config["layers"], layer)),
     )
@@ -90,6 +97,8 @@ class Replay:
         # The module imports torch.
         recompute = SimpleNamespace(Recomputer=lambda *_: SimpleNamespace(run=self.recompute))
         monkeypatch.setitem(__import__("sys").modules, "kvcache.vllm.recompute", recompute)
+        # As in the recording, so that salts and request IDs are the recorded ones.
+        monkeypatch.setattr("kvcache.vllm.names.new_secret", lambda: bytes(32))
         self.effects = Effects(self.salts)
         self.expected: list[list[Any]] = []
         """The recorded requests that the running calls add, innermost call last."""
@@ -264,10 +273,10 @@ class Replay:
     def seen(self, request: Request, tokens: list[int], position: int) -> tuple[int, ...]:
         """Returns the tokens that one of a request's tokens has seen, up to and including itself."""
         everything = tuple(tokens[: position + 1])
-        salt = request.cache_salt or ""
+        tracked = self.side._scheduler.requests[request.request_id]
         # The host computes a request that could not be loaded, starting after the tokens that its own cache
         # had.
-        chunked = salt.startswith("kvcache:") or (salt.startswith("kvcache-mixed-") and position < self.found[request.request_id])
+        chunked = tracked.chunks is not None or (tracked.is_mixed and position < self.found[request.request_id])
         if not chunked:
             return everything
         params = request.kv_transfer_params

@@ -16,11 +16,11 @@ from replay import Replay, configs
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
-from kvcache.vllm.host import Settings, geometry
+from kvcache.vllm.host import Settings, UnsupportedHostError, geometry
 from kvcache.vllm.chunks import no_recompute
 from kvcache.vllm.orders import Load
 from kvcache.vllm.prefix import NoPrefixes, Prefixes
-from kvcache.vllm.requests import BlockSaving, Encode, Tracked
+from kvcache.vllm.requests import BlockSaving, Tracked
 from kvcache.vllm.scheduler import ChunkScheduler
 
 
@@ -68,17 +68,21 @@ def new_saves(side: ChunkScheduler, tracked: Tracked) -> list[BlockSaving]:
 def test_rows_that_one_rank_could_not_save_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two ranks reports that it has saved an encode and a block, and the other that it has not."""
     side = prefixes_side(monkeypatch, ranks=2)
-    (missing,) = side.chunks.cache.acquire(bytes(32), "alone", [], list(range(40)), 0)
-    encode = side.saving["encode"] = Encode("encode", side.chunks, 0, 40, [(0, missing)])
+    monkeypatch.setattr(side.host, "add_request", lambda request: None)
+    params = {"kv_transfer_params": {"chunk_lengths": [3, 40]}}
+    side.on_new_request(Request("chunks", list(range(70)), SamplingParams(extra_args=params), None))
+    encode = side.saving["encode"] = next(one for one in side.chunks.pieces.encodes if one.prompt_tokens == 40)
     plain = plain_request(side, 70)
     first, second = new_saves(side, plain)
     assert (first.index, second.index) == (0, 1) and first.blocks.ids != second.blocks.ids
     side.not_saved({"encode", first.name})
     side.saved({"encode": 1, first.name: 1, second.name: 2})
     assert encode.is_over and not side.saving and not side.prefixes.saving
+    assert "could not be copied to host memory" in side.requests["chunks"].refused
     matched = side.prefixes.matched
-    assert (matched(plain, 0), matched(plain, 32)) == ((0, False), (32, True)), "the second block alone was saved"
-    side.finished(plain.request)
+    assert matched(plain, 0) == matched(plain, 32) == (0, False), "the second block cannot be found without the first one"
+    for tracked in list(side.requests.values()):
+        side.finished(tracked.request)
     side.reset()
     counts = side.prefixes.pool.counts()
     assert side.chunks.cache.get_metrics().used_blocks == 0 and counts["free"] == counts["total"]
@@ -88,7 +92,7 @@ def test_rows_saved_before_a_reset_are_not_found(monkeypatch: pytest.MonkeyPatch
     side = prefixes_side(monkeypatch)
     plain = plain_request(side, 70)
     names = [saving.name for saving in new_saves(side, plain)]
-    assert side.reset() is False, "something is on its way"
+    assert side.reset() is True
     side.saved(dict.fromkeys(names, 1))
     assert side.prefixes.matched(plain, 0) == (0, False) and side.reset() is True
 
@@ -101,6 +105,20 @@ def test_a_block_without_room_is_offered_again(monkeypatch: pytest.MonkeyPatch) 
     held.release()
     assert [saving.index for saving in new_saves(side, plain)] == [1, 2]
     assert new_saves(side, plain) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [(1000, 1000), ("1000", 1000), ("2 KiB", 2048), ("1.5GiB", 3 << 29), ("0.5 TiB", 1 << 39), ("2TiB", 2 << 40), (8e9, 8_000_000_000)],
+)
+def test_sizes_may_be_fractions_and_have_units(given: object, size: int) -> None:
+    assert Settings.of({"host_memory": given, "prefix_memory": given}) == Settings(host_memory=size, prefix_memory=size)
+
+
+@pytest.mark.parametrize("given", ["1 GB", "GiB", "-1GiB", "1e9", 0, 0.5, float("nan"), float("inf"), True, None, [1]])
+def test_sizes_that_are_none_are_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="host_memory is"):
+        Settings.of({"host_memory": given})
 
 
 @pytest.mark.parametrize(
@@ -174,3 +192,15 @@ def test_an_encode_is_stored_when_all_ranks_have_saved_it(monkeypatch: pytest.Mo
     one_is_silent.ranks = 1
     with pytest.raises(AssertionError, match=r"get_num_new_matched_tokens .* returns \[None, False\] instead of \[\d+, True\]"):
         one_is_silent.run()
+
+
+def test_layers_of_several_kinds_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, caches = configs(golden_calls.read("link")["config"], 1)
+    (group,) = caches.kv_cache_groups
+    windowed = SimpleNamespace(kv_cache_spec=type("SlidingWindowSpec", (), {})(), layer_names=[])
+    caches.kv_cache_groups = [group, windowed]
+    with pytest.raises(UnsupportedHostError, match=r"FullAttentionSpec, SlidingWindowSpec.*--disable-hybrid-kv-cache-manager"):
+        geometry(config, caches, Settings())
+    caches.kv_cache_groups = [group, SimpleNamespace(kv_cache_spec=type("MambaSpec", (), {})(), layer_names=[])]
+    with pytest.raises(UnsupportedHostError, match="MambaSpec are not supported"):
+        geometry(config, caches, Settings())

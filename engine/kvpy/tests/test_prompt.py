@@ -19,7 +19,8 @@ def test_parts_are_cut_by_lengths_or_by_a_separator() -> None:
     by_lengths = prompt.plan_of({"chunk_lengths": [4, 3, 4]}, tokens)
     assert by_separator == by_lengths
     assert (by_lengths.question_start, by_lengths.before(tokens), len(by_lengths.chunks)) == (11, [], 2)
-    assert prompt.plan_of({"something": 1}, tokens) is None and prompt.plan_of(None, tokens) is None
+    for other in ({"something": 1}, {1: 2, None: 3}, {}, None, [], "chunk_lengths"):
+        assert prompt.plan_of(other, tokens) is None
 
 
 def test_modes_determine_what_chunks_see_and_links_what_is_recomputed() -> None:
@@ -51,6 +52,13 @@ def test_a_share_counts_all_chunks_but_is_taken_from_chunks_that_have_not_seen_e
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
+        ({"chunk_length": [3, 4]}, "chunk_length is unknown; did you mean chunk_lengths"),
+        ({"chunk_lengths": [3, 4], "chunk_recompte": "none"}, "chunk_recompte is unknown; did you mean chunk_recompute"),
+        ({"chunk_lengths": [3, 4], "chunkmode": "alone"}, "did you mean chunk_mode"),
+        ({"chunk_lengths": [3, 4], "chunk_qqqqqqqqqqqq": 1}, "the known fields are chunk_lengths"),
+        ({"chunk_lengths": [0, 4], "chunk_mode": "with-system"}, "with-system needs a system prompt"),
+        ({"chunk_lengths": [0, 4], "chunk_mode": "sink:2"}, "sink:2 needs a system prompt"),
+        ({"chunk_lengths": [-1, 4]}, "only the first one may be 0"),
         ({"chunk_lengths": [3, 9]}, "at least one token must be left for the question"),
         ({"chunk_lengths": [3]}, "of at least one chunk"),
         ({"chunk_lengths": [3, 0]}, "above 0"),
@@ -86,3 +94,31 @@ def test_the_helper_tokenises_parts_separately() -> None:
     assert bytes(made.token_ids) == b"abc"
     with pytest.raises(prompt.ChunkRequestError):
         prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text], "a", [""], "b")
+
+
+def test_a_prompt_needs_no_system_prompt_where_chunks_do_not_see_one() -> None:
+    def encode(text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    for system in (None, ""):
+        made = prompt.ChunkPrompt.of(encode, system, ["one. ", "two. "], "which?")
+        assert made.kv_transfer_params["chunk_lengths"] == [0, 5, 5] and bytes(made.token_ids) == b"one. two. which?"
+        plan = prompt.plan_of(made.kv_transfer_params, made.token_ids)
+        assert [(part.start, part.end) for part in plan.parts] == [(0, 5), (5, 10)] and plan.question_start == 10
+        assert prompt.ChunkPrompt.of(encode, system, ["b"], "c", mode="behind:1", decoys=["d"]).token_ids
+        with pytest.raises(prompt.ChunkRequestError, match="needs a system prompt"):
+            prompt.ChunkPrompt.of(encode, system, ["one. "], "which?", mode="with-system")
+
+
+@pytest.mark.parametrize(
+    ("documents", "question", "reason"),
+    [
+        (["one", ""], "which?", "document 2 of 2 has no tokens: ''"),
+        ([" "], "which?", "document 1 of 1 has no tokens: ' '"),
+        ([], "which?", "there are no documents"),
+        (["one"], "", "the question has no tokens: ''"),
+    ],
+)
+def test_errors_about_empty_parts_name_the_text(documents: list[str], question: str, reason: str) -> None:
+    with pytest.raises(prompt.ChunkRequestError, match=reason):
+        prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text.strip()], "be brief. ", documents, question)

@@ -37,6 +37,17 @@ def test_a_fault_decides_and_too_few_right_answers_say_nothing() -> None:
     assert not few.fit and few.sentence.startswith("No verdict")
 
 
+@pytest.mark.parametrize("asked", [1, 5, 10, 24])
+def test_a_few_questions_recommend_nothing_however_they_are_answered(asked: int) -> None:
+    rows = [row(ORDINARY, asked, 1.0, asked), row("none", asked, 0.1, asked), row("link:16", asked, 0.2, asked)]
+    verdict = judge([], rows, "alone", Limits())
+    assert not verdict.fit and verdict.recompute is None
+    assert verdict.sentence.startswith(f"No verdict: {asked} questions show too little") and "Ask at least 25" in verdict.sentence
+    enough = [row(ORDINARY, 25, 1.0, 25), row("none", 25, 0.1, 25)]
+    assert judge([], enough, "alone", Limits()).recompute == "none"
+    assert judge([], rows, "alone", Limits(loss=1.0)).recompute == "none", "any loss is accepted"
+
+
 def test_bounds_equal_the_score_test() -> None:
     # If the strategies agree everywhere, the upper limit is z² / (n + z²).
     assert Paired(150, 0, 0).at_most() == pytest.approx(1.645**2 / (150 + 1.645**2), abs=1e-6)

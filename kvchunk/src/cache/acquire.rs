@@ -42,6 +42,23 @@ impl ChunkCacheManager {
         }
     }
 
+    /// Acquires the pieces of a whole prompt, each given with the position to store it at. Every stored piece
+    /// is held before room is made for a missing one, so a prompt never evicts its own pieces.
+    ///
+    /// The result has the order of `pieces`. A missing piece that occurs twice is reserved once, and is
+    /// [`Busy`](Acquired::Busy) the second time.
+    pub fn acquire_all(&self, tenant: TenantId, pieces: &[(ChunkPiece<'_>, i64)]) -> Vec<Acquired> {
+        let held: Vec<_> = pieces.iter().map(|(piece, _)| self.hold(piece)).collect();
+        let each = pieces.iter().zip(held).map(|((piece, stored_start), held)| match held {
+            Some(hold) => {
+                self.count_hit(tenant, &hold);
+                Acquired::Hit(hold)
+            }
+            None => self.acquire(tenant, piece, *stored_start),
+        });
+        each.collect()
+    }
+
     /// Holds the piece if it is stored and awake. The hold does not count as a hit until
     /// [`count_hit`](Self::count_hit) is called.
     pub(crate) fn hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {

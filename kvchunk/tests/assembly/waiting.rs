@@ -208,3 +208,29 @@ fn a_system_prompt_is_computed_once_or_by_the_request_that_takes_it_over() {
     drop(third.commit().unwrap());
     w.check();
 }
+
+#[test]
+fn a_request_ends_though_every_piece_is_evicted_before_the_request_can_hold_it() {
+    // The index holds as many pieces as `kept`, and both requests need three.
+    for kept in [1, 2, 3] {
+        let w = World::new(32, 32, ChunkCacheConfig { max_chunks: kept, ..ChunkCacheConfig::default() });
+        let both = prompt(&[2, 3, 4]);
+        let first = w.assembler().assemble(&both).unwrap();
+        let mut second = w.assembler().assemble(&both).unwrap();
+        assert_eq!((tokens_of(&second).len(), second.waiters().count() > 0), (0, true));
+        drop(first.commit().unwrap());
+        let (mut rounds, mut computed) = (0, 0);
+        while !second.is_ready() {
+            // Nothing that is not held stays, and other requests take its place.
+            while w.cache.evict_lru() {}
+            drop(w.run(&prompt(&[20 + rounds, 40 + rounds])));
+            second.try_advance(&w.assembler(), &both).unwrap();
+            computed += tokens_of(&second).iter().sum::<usize>();
+            rounds += 1;
+            assert!(rounds < 4, "{kept}: the request waits for ever");
+        }
+        assert_eq!(computed, 21, "each piece is computed once, and held by the request that computed it");
+        drop(second.commit().unwrap());
+        w.check();
+    }
+}

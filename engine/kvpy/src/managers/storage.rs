@@ -37,7 +37,7 @@ impl PyKvStorageManager {
     /// The pool that the blocks belong to. Blocks that were shared under keys can be looked up in this pool.
     #[getter]
     fn pool(&self) -> PyBlockPool {
-        PyBlockPool(self.own.pool().clone())
+        self.own.pool().clone().into()
     }
 
     /// Reserves `num_blocks` more blocks for a request, or none, and returns their IDs. A second reservation

@@ -5,32 +5,33 @@ the workers copy.
   begin ── names chunks? ── no ──► an ordinary request
     │ yes
     ▼
-  parts are acquired ── held ──────────────────────────────► matched: n tokens, loaded asynchronously
+  parts are acquired ── held ──────────────────────────────► matched: n tokens ── loaded ──► let go
     │ missing: an encode, a request of its own          ▲
-    │ another request's encode: wait                    │ asked again in a later step
+    │ another request's encode, or no room: wait        │ asked again in a later step
     ▼                                                   │
-  matched: None (parked) ── encode computed ── rows saved ── stored
+  matched: None (parked) ── encode computed ── rows saved ── stored and handed over
 ```
 
 A request with chunks gets its own salt, which keeps vLLM's prefix cache from giving its blocks to another
-kind of request.
+kind of request. ``pieces.py`` bounds every wait. A request that waits in vain goes on without chunks.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvcache import ChunkCacheConfig, ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold
+from kvcache import ChunkCacheConfig, ChunkCacheManager
 
 from .host import Geometry, Roots, Settings
-from .orders import Again, Load, Save, run_of
-from .prompt import ChunkPlan, ChunkRequestError, Part, plan_of
-from .requests import ChunkState, Encode, Saving, Tracked
+from .names import Names
+from .orders import Again, Load, Run, Save, run_of
+from .pieces import Found, Part, Pieces
+from .prompt import ChunkPlan, ChunkRequestError, plan_of
+from .requests import ChunkState, Encode, Saving, Tracked, Work, set_salt
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,11 +39,12 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvcache")
 
-ENCODE = "kvcache-encode-"
+LOSSES = 2
+"""The number of encodes that a request sees given up before it goes on without chunks."""
 
 
 class Chunks:
-    """The chunk cache, and the requests that wait for it."""
+    """The requests with chunks, and the encodes of missing chunks."""
 
     def __init__(
         self,
@@ -50,10 +52,11 @@ class Chunks:
         shape: Geometry,
         settings: Settings,
         roots: Roots,
+        names: Names,
         host: Any,
         requests: dict[str, Tracked],
     ) -> None:
-        self.host, self.shape, self.roots, self.requests = host, shape, roots, requests
+        self.host, self.shape, self.roots, self.names, self.requests = host, shape, roots, names, requests
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.hf_text_config.vocab_size
         # With a sliding window, a chunk's rows depend on where it ends, so one chunk's piece must not be
@@ -65,10 +68,15 @@ class Chunks:
             max_chunk_tokens=self.piece_tokens,
             cache_policy=settings.cache_policy,
         )
-        self.cache = ChunkCacheManager(config, shape.num_blocks, shape.block_size)
+        self.pieces = Pieces(config, shape.num_blocks, shape.block_size)
         self.new_encodes: list[Request] = []
-        self.numbers = itertools.count()
         self.num_refused = 0
+        self.served = {"chunk_tokens_reused": 0, "chunk_tokens_computed": 0}
+        """The sums of what the answers of requests with chunks say."""
+
+    @property
+    def cache(self) -> ChunkCacheManager:
+        return self.pieces.cache
 
     # A request arrives.
 
@@ -83,8 +91,8 @@ class Chunks:
         if plan is None:
             return
         state = tracked.chunks = ChunkState(plan, request.cache_salt, self.roots.of(request))
-        _salt(request, _mode_salt(request, state))
-        self._acquire(tracked, state, 0)
+        set_salt(request, self._salt(request, state))
+        self._acquire(tracked, state)
         self.submit()
 
     def _plan(self, request: Request) -> ChunkPlan | None:
@@ -118,85 +126,61 @@ class Chunks:
         chunks."""
         self._refuse(tracked, reason)
         state, tracked.chunks = tracked.chunks, None
-        state.release()
+        self.pieces.let_go(state)
         if after_chunks:
             # Blocks computed after chunks cannot be used for any other request.
             tracked.is_mixed = True
-            _salt(tracked.request, f"kvcache-mixed-{next(self.numbers)}")
+            set_salt(tracked.request, self.names.fresh_salt())
         else:
-            _salt(tracked.request, state.salt)
+            set_salt(tracked.request, state.salt)
+
+    # Decision: docs/decisions/vllm.md#a-request-with-chunks-gets-its-own-salt
+    def _salt(self, request: Request, state: ChunkState) -> str:
+        """Returns a salt for the prompt's cuts and modes, which affect keys and values just as its tokens do.
+        """
+        plan = state.plan
+        ends = [one.end for one in (plan.system, *plan.chunks)]
+        # The question chooses which keys and values are recomputed, so they are only valid for this question.
+        question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_tokens() > 0 else []
+        return self.names.salt("chunks", state.salt, plan.mode, plan.recompute, ends, question, plan.decoys)
 
     # Parts are looked up.
 
-    def _acquire(self, tracked: Tracked, state: ChunkState, num_computed: int) -> None:
-        for number, part in enumerate(state.parts()):
-            if number in state.holds or any(not waiter.is_over for waiter in state.waiters.get(number, ())):
-                continue
-            if not self._acquire_part(tracked.request, state, number, part):
-                reason = "the memory for chunks is full; raise host_memory"
-                self.go_without(tracked, reason, after_chunks=num_computed > 0)
-                return
+    def _acquire(self, tracked: Tracked, state: ChunkState) -> None:
+        """Holds the parts of a request, starts what they wait for, or lets the request go on without chunks."""
+        request = tracked.request
 
-    def _acquire_part(self, request: Request, state: ChunkState, number: int, part: Part) -> bool:
-        """Holds a part, or starts the work that the part has to wait for. Returns False if there is no
-        room for it.
-        """
-        tokens = request.prompt_token_ids
-        # The system prompt is a part too, computed alone.
-        mode, before = (state.plan.mode, state.plan.before(tokens)) if number > 0 else ("alone", [])
-        own = tokens[part.start : part.end]
-        outcomes = self.cache.acquire(state.root, mode, before, own, len(before))
-        is_first_try = not state.waiters.get(number)
-        holds, missing, waiters, at = [], [], [], 0
-        for piece in outcomes:
-            if isinstance(piece, PieceHold):
-                holds.append(piece)
-                at += piece.num_tokens
-            elif isinstance(piece, ChunkReservation):
-                missing.append((at, piece))
-                at += piece.num_tokens
-            elif isinstance(piece, ChunkWaiter):
-                waiters.append(piece)
-                # All pieces have the same length, except the last.
-                at += min(part.tokens - at, self.piece_tokens)
-            else:
-                for hold in holds:
-                    hold.release()
-                for _, reservation in missing:
-                    reservation.abandon()
-                return False
-        if not missing and not waiters:
-            state.holds[number] = holds
-            state.waiters.pop(number, None)
-            if is_first_try:
-                state.reused += part.tokens
-            return True
-        for hold in holds:
-            hold.release()
-        if missing:
-            state.computed += part.tokens
-            waiters.append(self._encode(request, state, before, own, missing))
-        state.waiters[number] = waiters
-        return True
+        def part(number: int) -> Part:
+            own = state.plan.parts[number]
+            # The system prompt is a part too, computed alone.
+            is_chunk = own is not state.plan.system
+            before = state.plan.before(request.prompt_token_ids) if is_chunk else []
+            mode = state.plan.mode if is_chunk else "alone"
+            return mode, before, list(request.prompt_token_ids[own.start : own.end]), len(before)
+
+        if self.pieces.acquire(state, part, lambda number, missing: self._encode(request, state, part(number), missing)) == Found.NO_ROOM:
+            needed, size = self.pieces.blocks_of(state, part), self.shape.block_size
+            self.go_without(tracked, self._no_room(needed * size), after_chunks=False)
+
+    def _no_room(self, needed: int) -> str:
+        held = self.shape.num_blocks * self.shape.block_size
+        if needed > held:
+            return f"the chunks take {needed} tokens of host memory, which holds {held}; raise host_memory, or send fewer chunks"
+        return f"other requests use the host memory, which holds {held} tokens; raise host_memory, or send fewer requests at once"
 
     # Missing parts are computed.
 
     # Decision: docs/decisions/vllm.md#missing-chunks-are-encoded-by-separate-requests
-    def _encode(
-        self,
-        request: Request,
-        state: ChunkState,
-        prefix: list[int],
-        own: list[int],
-        missing: list[tuple[int, ChunkReservation]],
-    ) -> Encode:
+    def _encode(self, request: Request, state: ChunkState, part: Part, missing: list[Work]) -> Encode:
+        """Creates the request that computes the missing pieces of a part."""
         from vllm import SamplingParams
         from vllm.v1.request import Request as EngineRequest
 
-        name = f"{ENCODE}{next(self.numbers)}"
+        _, before, own, _ = part
+        name = self.names.request_id("encode")
         computing = EngineRequest(
             request_id=name,
-            prompt_token_ids=[*prefix, *own],
+            prompt_token_ids=[*before, *own],
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
             pooling_params=None,
             client_index=request.client_index,
@@ -205,7 +189,7 @@ class Chunks:
             priority=request.priority,
             block_hasher=request._block_hasher,
         )
-        encode = Encode(name, self, len(prefix), len(prefix) + len(own), missing)
+        encode = Encode(name, self, len(before), len(before) + len(own), missing)
         self.requests[name] = Tracked(computing, encode=encode)
         self.new_encodes.append(computing)
         return encode
@@ -225,44 +209,67 @@ class Chunks:
             return []
         (block_ids,) = self.host.kv_cache_manager.get_block_ids(request.request_id)
         rows = []
-        for start, piece in encode.pieces:
-            source = run_of(block_ids, self.shape.engine_block_size, encode.prefix + start, piece.num_tokens)
+        for work in encode.pieces:
+            piece = work.reservation
+            source = run_of(block_ids, self.shape.engine_block_size, encode.prefix + work.start, piece.num_tokens)
             rows.append((run_of(piece.block_ids, self.shape.block_size, 0, piece.num_tokens), source))
         encode.order = Save(encode.name, rows)
         return [encode]
 
     def stored(self, encode: Encode) -> None:
-        for _, piece in encode.pieces:
-            piece.store().release()
-        encode.is_over = True
+        self.pieces.stored(encode)
 
     def lost(self, encode: Encode) -> None:
         """Drops an encode that a worker could not copy out. Requests that wait for it are answered without
         chunks."""
-        self.abandon(encode)
         reason = "a chunk could not be copied to host memory: see the log of the worker"
+        self._fail(self.pieces.abandon(encode), reason)
+
+    def aborted(self, encode: Encode) -> None:
+        """Drops an encode that vLLM has aborted. Requests that wait for it ask again, but not for ever."""
+        waited = self.pieces.abandon(encode)
+        for state in waited:
+            state.losses += 1
+        reason = f"the requests that compute its chunks were aborted {LOSSES} times"
+        self._fail({state for state in waited if state.losses >= LOSSES}, reason)
+
+    def _fail(self, states: set[ChunkState], reason: str) -> None:
         for tracked in self.requests.values():
-            state = tracked.chunks
-            if state is not None and any(one is encode for waiters in state.waiters.values() for one in waiters):
+            if tracked.chunks in states:
                 self.go_without(tracked, reason, after_chunks=False)
 
-    def abandon(self, encode: Encode) -> None:
-        """Frees an encode's memory. Requests that wait for it will ask again."""
-        for _, piece in encode.pieces:
-            piece.abandon()
-        encode.is_over = True
+    def let_go(self, tracked: Tracked) -> None:
+        """Ends the holds of a request whose rows are in vLLM's blocks, or that has ended."""
+        if tracked.chunks is not None:
+            self.pieces.let_go(tracked.chunks)
+
+    def ended(self, state: ChunkState) -> dict[str, int] | None:
+        """Counts a request that has ended. Returns what its answer says about its chunks; None if vLLM has not run
+        it."""
+        if not state.is_served:
+            return None
+        counts = state.counts()
+        for name, count in counts.items():
+            self.served[name] += count
+        return counts
+
+    def reset(self) -> list[str]:
+        """Forgets all chunks. Returns the IDs of the encodes that were under way, which vLLM must abort."""
+        self.new_encodes.clear()
+        return [encode.name for encode in self.pieces.reset()]
 
     # The host schedules.
 
     def matched(self, tracked: Tracked, num_computed: int) -> tuple[int | None, bool] | None:
         """Returns the answer to vLLM for a request with chunks; None for a request without chunks."""
         state = tracked.chunks
-        if state is not None and not state.is_held():
-            self._acquire(tracked, state, num_computed)
-            if tracked.chunks is not None and not state.is_held():
-                return None, False
-        if tracked.chunks is None:
+        if state is None:
             return None
+        if not state.is_held():
+            self._acquire(tracked, state)
+            # A request that goes on without chunks has another salt now, under which vLLM looks it up again.
+            if tracked.chunks is None or not state.is_held():
+                return None, False
         tokens = state.plan.question_start - num_computed
         # Recomputing needs the model, so it happens in the step that runs the question.
         return (tokens, state.plan.recompute == "none") if tokens > 0 else (0, False)
@@ -273,42 +280,51 @@ class Chunks:
         end = state.plan.question_start
         first = end - count
         # Block 0 stands for a block that vLLM freed because a window has passed it.
-        table, rows = [block or -1 for block in block_ids], []
-        for start, hold in state.pieces():
+        rows = self._rows(state, first, [block or -1 for block in block_ids])
+        at_once = state.plan.recompute != "none"
+        again = self._again(request, state, first, block_ids)
+        return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once, again)
+
+    def _rows(self, state: ChunkState, first: int, table: list[int]) -> list[tuple[Run, Run, int]]:
+        """Returns the rows of a request's parts from token ``first`` on, to be written to the blocks in ``table``."""
+        rows = []
+        for start, hold in state.held():
             skipped = max(0, first - start)
             left = hold.num_tokens - skipped
             if left > 0:
                 source = run_of(hold.block_ids, self.shape.block_size, skipped, left)
+                target = run_of(table, self.shape.engine_block_size, start + skipped, left)
                 # A piece is stored under the position of its first token.
-                rows.append((source, run_of(table, size, start + skipped, left), start - hold.stored_start))
-        again = self._again(request, state.plan, first, block_ids)
-        at_once = state.plan.recompute != "none"
-        return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once, again)
+                rows.append((source, target, start - hold.stored_start))
+        return rows
 
-    def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
+    # Decision: docs/decisions/vllm.md#a-question-chooses-before-its-request-has-blocks
+    def _again(self, request: Request, state: ChunkState, first: int, block_ids: list[int]) -> Again | None:
         """Returns the tokens to recompute. The request's tokens before ``first`` are in vLLM's own cache.
         """
+        plan = state.plan
         chosen = plan.chosen_tokens()
         parts = plan.apart() if chosen > 0 else plan.linked()
         if not any(part.end > first for part in parts):
             return None
-        held = len(block_ids) * self.shape.engine_block_size
+        tokens = list(request.prompt_token_ids)
+        blocks = list(range(-(-len(tokens) // self.shape.engine_block_size)))
         return Again(
-            tokens=list(request.prompt_token_ids[:held]),
+            tokens=tokens,
             table=list(block_ids),
             runs=[(part.start, part.end) for part in parts],
             first=first,
             chosen=chosen if chosen > 0 else None,
             question_start=plan.question_start,
-            key=hashlib.sha256(json.dumps([request.cache_salt, list(request.prompt_token_ids)]).encode()).digest(),
+            key=hashlib.sha256(json.dumps([request.cache_salt, tokens]).encode()).digest(),
+            rows=self._rows(state, 0, blocks) if chosen > 0 else [],
         )
 
     def counts(self) -> tuple[dict[str, int], dict[str, float]]:
         """Returns the cache's counters and gauges."""
         chunks = self.cache.get_metrics()
         totals = {
-            "chunk_tokens_reused": chunks.tokens_reused,
-            "chunk_tokens_computed": chunks.tokens_computed,
+            **self.served,
             "chunk_evictions": chunks.evictions,
             "chunk_requests_refused": self.num_refused,
         }
@@ -325,22 +341,3 @@ def no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
     if vllm_config.device_config.device_type != "cpu":
         return "tokens are recomputed on CPUs only"
     return None
-
-
-def _mode_salt(request: Request, state: ChunkState) -> str:
-    """Returns a salt for the prompt's cuts and modes, which affect keys and values just as its tokens do.
-    """
-    plan = state.plan
-    ends = [part.end for part in state.parts()]
-    # The question chooses which keys and values are recomputed, so they are only valid for this question.
-    question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_tokens() > 0 else []
-    what = json.dumps(["kvcache chunks v2", state.salt, plan.mode, plan.recompute, ends, question, *plan.decoys])
-    return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
-
-
-# Decision: docs/decisions/vllm.md#a-request-with-chunks-gets-its-own-salt
-def _salt(request: Request, salt: str | None) -> None:
-    """Changes the salt of a request that has no blocks yet."""
-    request.cache_salt = salt
-    request.block_hashes.clear()
-    request.update_block_hashes()

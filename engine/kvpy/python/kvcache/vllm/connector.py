@@ -65,7 +65,9 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return Orders(*self._scheduler.orders(scheduler_output), is_idle=not scheduler_output.num_scheduled_tokens)
+        loads, saves = self._scheduler.orders(scheduler_output)
+        is_idle = not scheduler_output.num_scheduled_tokens
+        return Orders(loads, saves, is_idle=is_idle, was_reset=self._scheduler.take_reset())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -84,7 +86,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._scheduler.finished(request)
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        return self._scheduler.prefixes.take_events()
 
     def reset_cache(self) -> bool:
         return self._scheduler.reset()
@@ -113,6 +115,8 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
+        if orders.was_reset:
+            self._worker.forget()
         self._worker.start_loads(orders.loads, orders.is_idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache import KvCacheError, Ropes, key_root
 
+from .adapters import stamp_of
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class UnsupportedHostError(RuntimeError):
@@ -48,11 +51,8 @@ class Settings:
             raise ValueError(f"kv_connector_extra_config has the unknown settings {sorted(unknown)}; the known settings are {known}")
         values = dict(extra)
         for name in ("host_memory", "prefix_memory"):
-            if isinstance(values.get(name), str):
-                match = re.fullmatch(r"(\d+)\s*(|KiB|MiB|GiB)", values[name].strip())
-                if match is None:
-                    raise ValueError(f"{name} is {values[name]!r}: it must be a number of bytes, or a number with KiB, MiB or GiB")
-                values[name] = int(match[1]) * UNITS[match[2]]
+            if name in values:
+                values[name] = _bytes(name, values[name])
         settings = cls(**values)
         if type(settings.prefix_memory) is not int or settings.prefix_memory < 0:
             raise ValueError(f"prefix_memory is {settings.prefix_memory!r}: it must be a number; 0 means none")
@@ -60,6 +60,18 @@ class Settings:
             if type(getattr(settings, name)) is not int or getattr(settings, name) <= 0:
                 raise ValueError(f"{name} is {getattr(settings, name)!r}: it must be a number above 0")
         return settings
+
+
+def _bytes(name: str, value: Any) -> Any:
+    """Returns a size in bytes, given as a number, or as a text with a unit. Raises ``ValueError`` for other
+    texts."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|KiB|MiB|GiB|TiB)", value.strip())
+        if match is None:
+            raise ValueError(f"{name} is {value!r}: it must be a number of bytes, or a number with KiB, MiB, GiB or TiB")
+        value = float(match[1]) * UNITS[match[2]]
+    # Whole bytes; a float such as 8e9 is a number of bytes, too.
+    return int(value) if isinstance(value, float) and math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -83,13 +95,16 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
     an unknown kind.
     """
     groups = kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    for kind in kinds:
+        if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
+            raise UnsupportedHostError(f"layers of the kind {kind} are not supported; use a model with ordinary attention")
     if len(groups) != 1:
-        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-        raise UnsupportedHostError(f"the model has layers of several kinds ({kinds}); chunks are supported only if all layers are of one kind")
-    spec = groups[0].kv_cache_spec
-    kind = type(spec).__name__
-    if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
-        raise UnsupportedHostError(f"layers of the kind {kind} are not supported; use a model with ordinary attention")
+        raise UnsupportedHostError(
+            f"the model has layers of several kinds ({', '.join(kinds)}), and vLLM keeps a table of blocks for each of them; "
+            "start vLLM with --disable-hybrid-kv-cache-manager, which keeps the blocks of all attention layers alike"
+        )
+    (kind,), spec = kinds, groups[0].kv_cache_spec
     dtype = str(spec.dtype).rsplit(".", 1)[-1]
     if dtype not in ("float32", "float16", "bfloat16"):
         raise UnsupportedHostError(f"keys and values are stored as {dtype}; use float32, float16 or bfloat16")
@@ -148,7 +163,7 @@ class Roots:
             num_heads=self.shape.num_heads * self.ranks,
             head_dim=self.shape.head_dim,
             block_size=self.shape.block_size,
-            adapter=(lora.lora_name, lora.lora_path.encode()) if lora else None,
+            adapter=(lora.lora_name, f"{lora.lora_path}\0{stamp_of(lora.lora_path)}".encode()) if lora else None,
             salt=request.cache_salt.encode() if request.cache_salt else None,
         )
 

@@ -24,7 +24,7 @@ class Again:
     """Chunk tokens for the model to recompute."""
 
     tokens: list[int]
-    """The prompt, up to the end of the request's blocks."""
+    """The prompt."""
     table: list[int]
     """The request's blocks."""
     runs: list[tuple[int, int]]
@@ -38,6 +38,10 @@ class Again:
     question_start: int
     key: bytes
     """Identifies the prompt and everything else that decides the question's choice."""
+    rows: list[tuple[Run, Run, int]]
+    """The rows that the question chooses from, as in a ``Load``: those of all tokens before it, unchanged, to be
+    written to consecutive blocks. Empty without ``chosen``.
+    """
 
 
 @dataclass
@@ -71,11 +75,13 @@ class Save:
 class Orders(KVConnectorMetadata):
     """Orders for one step."""
 
-    def __init__(self, loads: list[Load], saves: list[Save], *, is_idle: bool) -> None:
+    def __init__(self, loads: list[Load], saves: list[Save], *, is_idle: bool, was_reset: bool) -> None:
         self.loads = loads
         self.saves = saves
         self.is_idle = is_idle
         """True if the step computes nothing, in which case the workers may wait for copies."""
+        self.was_reset = was_reset
+        """True if the workers must forget what questions chose."""
 
 
 class Report(KVConnectorWorkerMetadata):

@@ -7,16 +7,20 @@
 
 A block's key covers every token before it, the model, an adapter and the client's salt. Requests with chunks
 neither save nor find blocks here, because their attention, and so their bytes, differ.
+
+A prompt is only found from its first block on. The pool therefore evicts the last block of a prompt first, a block
+is dropped if the block before it is gone, and whoever finds or adds to a prompt renews all of its blocks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvcache import BlockPool, KvCacheError, prefix_keys
 
+from .events import TierEvents
 from .host import Geometry, Roots, Settings
 from .orders import Load, Save, run_of
 from .requests import BlockSaving, PrefixState, Saving, Tracked
@@ -39,6 +43,12 @@ class NoPrefixes:
     def saves(self, tracked: Tracked, count: int) -> Sequence[Saving]:
         return ()
 
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def copied(self, tracked: Tracked) -> None:
+        return
+
     def bar(self, tracked: Tracked) -> None:
         return
 
@@ -52,8 +62,11 @@ class NoPrefixes:
 class Prefixes:
     """The blocks in host memory: the requests that find them, and the blocks being saved."""
 
-    def __init__(self, shape: Geometry, settings: Settings, roots: Roots, host: Any) -> None:
-        self.pool = BlockPool(shape.prefix_blocks, policy=settings.cache_policy)
+    def __init__(self, shape: Geometry, settings: Settings, roots: Roots, host: Any, events: TierEvents | None) -> None:
+        # Each step can store and evict every block once.
+        kept_events = 4 * shape.prefix_blocks if events is not None else 0
+        self.pool = BlockPool(shape.prefix_blocks, policy=settings.cache_policy, chains=True, events=kept_events)
+        self.events = events
         self.block_size = shape.engine_block_size
         self.roots, self.host = roots, host
         self.saving: dict[bytes, BlockSaving] = {}
@@ -86,19 +99,20 @@ class Prefixes:
         state.offered = 0
         if state.is_barred:
             return 0, False
-        # At least one token is left to compute.
-        keys = self._keys(request, state, request.num_tokens - 1)[num_computed // self.block_size :]
-        found = self.pool.lookup(keys)
-        if len(found) == 0:
+        # At least one token is left to compute. The whole prompt is renewed, also the blocks that vLLM has.
+        found = self.pool.lookup(self._keys(request, state, request.num_tokens - 1))
+        tokens = len(found) * self.block_size - num_computed
+        if tokens <= 0:
+            found.release()
             return 0, False
         state.first_found, state.found = num_computed, found
-        return len(found) * self.block_size, True
+        return tokens, True
 
     def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
         """Returns the rows of the ``count`` tokens that were found."""
         state, size = tracked.prefix, self.block_size
-        first, found = state.first_found, state.found.ids
-        self.tokens_found += len(found) * size
+        first, found = state.first_found, state.found.ids[state.first_found // size :]
+        state.copied = count
         # Block 0 stands for a block that vLLM freed because a window has passed it.
         target = run_of([block or -1 for block in block_ids], size, first, count)
         written = block_ids[first // size : (first + count) // size]
@@ -109,19 +123,20 @@ class Prefixes:
         fills.
         """
         request = tracked.request
-        if not tracked.is_plain():
+        if not tracked.is_plain() or tracked.is_stale:
             return []
         saves = self.new_blocks(tracked, request.num_computed_tokens + count)
         if not saves:
             return []
         (block_ids,) = self.host.kv_cache_manager.get_block_ids(request.request_id)
         kept, size = [], self.block_size
-        for saving in saves:
+        for number, saving in enumerate(saves):
             block = block_ids[saving.index]
             if block == 0:
-                # A window has passed it.
-                self.lost(saving)
-                continue
+                # A window has passed it. Without it, the blocks after it would not be found.
+                for lost in saves[number:]:
+                    self.lost(lost)
+                break
             saving.order = Save(saving.name, [((saving.blocks.ids, 0, size), ([block], 0, size))], of_prefix=True)
             kept.append(saving)
         return kept
@@ -134,9 +149,12 @@ class Prefixes:
         if tokens // self.block_size <= state.offered:
             return []
         keys, new = self._keys(request, state, tokens), []
-        for index in range(state.offered, len(keys)):
+        # The hold renews the blocks that are known, and keeps them while the ones after them are saved.
+        before = self.pool.lookup(keys)
+        state.offered = max(state.offered, len(before))
+        for index in range(len(before), len(keys)):
             key = keys[index]
-            if key not in self.saving and not self.pool.cached_prefix([key]):
+            if key not in self.saving:
                 try:
                     room = self.pool.allocate(1)
                 except KvCacheError:
@@ -144,23 +162,43 @@ class Prefixes:
                     # the next step offers it again.
                     break
                 parent = keys[index - 1] if index else None
-                saving = BlockSaving(f"{SAVE}{next(self.numbers)}", self, room, parent, key, index)
+                saving = BlockSaving(f"{SAVE}{next(self.numbers)}", self, room, parent, key, index, before)
                 self.saving[key] = saving
                 new.append(saving)
+                if self.events is not None:
+                    self.events.note(key, request, index)
             state.offered = index + 1
+        if not new:
+            before.release()
         return new
 
     def stored(self, saving: BlockSaving) -> None:
         del self.saving[saving.key]
-        if saving.is_forgotten:
-            saving.blocks.release()
+        if saving.parent is not None and not self.pool.cached_prefix([saving.parent]):
+            self._drop(saving)
             return
         saving.blocks.register([saving.key], saving.parent).release()
         self.blocks_saved += 1
 
     def lost(self, saving: BlockSaving) -> None:
         del self.saving[saving.key]
+        self._drop(saving)
+
+    def _drop(self, saving: BlockSaving) -> None:
         saving.blocks.release()
+        if self.events is not None:
+            self.events.drop(saving.key)
+
+    def take_events(self) -> Iterable[Any]:
+        """Returns vLLM's events since the last call."""
+        return self.events.of(self.pool.take_events()) if self.events is not None else ()
+
+    def copied(self, tracked: Tracked) -> None:
+        """Counts the tokens of a copy that has ended, unless it failed."""
+        if tracked.prefix is not None:
+            if not tracked.prefix.is_barred:
+                self.tokens_found += tracked.prefix.copied
+            tracked.prefix.copied = 0
 
     def bar(self, tracked: Tracked) -> None:
         """Bars a request from the tier, because its blocks could not be copied in."""
@@ -168,9 +206,10 @@ class Prefixes:
 
     def reset(self) -> None:
         """Forgets every block that is not held, and the blocks still being saved."""
+        for saving in list(self.saving.values()):
+            self.lost(saving)
+            saving.before.release()
         self.pool.clear_cached()
-        for saving in self.saving.values():
-            saving.is_forgotten = True
 
     def counts(self) -> tuple[dict[str, int], dict[str, float]]:
         """Returns the tier's counters and gauges."""

@@ -3,7 +3,8 @@
 A request names its parts in ``kv_transfer_params``, in Python as
 ``SamplingParams(extra_args={"kv_transfer_params": …})`` and over HTTP in the body:
 
-- ``chunk_lengths``: the number of tokens of the system prompt, then of each chunk. The rest is the question.
+- ``chunk_lengths``: the number of tokens of the system prompt, which may be 0, then of each chunk. The rest is
+  the question.
 - ``chunk_separator``: instead, the IDs of the tokens that end the system prompt and each chunk. They are part
   of the text that they end.
 - ``chunk_mode``: the tokens that a chunk sees while it is computed: ``"alone"`` (only its own, the default),
@@ -19,6 +20,7 @@ A request names its parts in ``kv_transfer_params``, in Python as
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -56,6 +58,11 @@ class ChunkPlan:
     recompute: str
     decoys: tuple[int, ...] = ()
     """The tokens of the decoys that a chunk sees, one decoy after another."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The system prompt, if there is one, and the chunks."""
+        return (self.system, *self.chunks) if self.system.tokens > 0 else self.chunks
 
     @property
     def question_start(self) -> int:
@@ -100,8 +107,16 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
 
     Raises ``ChunkRequestError`` for inconsistent parts.
     """
-    if not params or not any(name in params for name in NAMES):
+    if not isinstance(params, dict):
         return None
+    own = [name for name in params if isinstance(name, str) and name.startswith("chunk")]
+    if not own:
+        return None
+    for name in own:
+        if name not in NAMES:
+            near = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"the known fields are {', '.join(NAMES)}"
+            raise ChunkRequestError(f"the field {name} is unknown; {hint}")
     mode = params.get("chunk_mode", "alone")
     recompute = params.get("chunk_recompute", "none")
     if not (isinstance(mode, str) and re.fullmatch(r"alone|with-system|(sink|behind):[1-9]\d*", mode)):
@@ -115,14 +130,16 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
         raise ChunkRequestError("pass either chunk_lengths or chunk_separator")
     if lengths is None:
         lengths = _cut(prompt, separator)
-    if not (isinstance(lengths, (list, tuple)) and all(type(n) is int and n > 0 for n in lengths)):
-        raise ChunkRequestError(f"chunk_lengths is {lengths!r}: it must be a list of numbers above 0")
+    if not (isinstance(lengths, (list, tuple)) and all(type(n) is int and n > 0 for n in lengths[1:]) and _is_length(lengths[:1])):
+        raise ChunkRequestError(f"chunk_lengths is {lengths!r}: it must be a list of numbers above 0; only the first one may be 0")
     if len(lengths) < 2:
         raise ChunkRequestError("chunk_lengths needs the length of the system prompt and of at least one chunk")
     if sum(lengths) >= len(prompt):
         raise ChunkRequestError(
             f"the parts have {sum(lengths)} tokens and the prompt has {len(prompt)}; at least one token must be left for the question"
         )
+    if lengths[0] == 0 and (mode == "with-system" or mode.startswith("sink:")):
+        raise ChunkRequestError(f"chunk_mode {mode} needs a system prompt, and chunk_lengths begins with 0; use 'alone', or pass one")
     parts, start = [], 0
     for length in lengths:
         parts.append(Part(start, start + length))
@@ -141,6 +158,11 @@ def _seen_decoys(mode: str, decoys: Any) -> tuple[int, ...]:
     if len(decoys) < needed:
         raise ChunkRequestError(f"{mode} needs {needed} chunk_decoys, and there are {len(decoys)}; pass more, or use a smaller number")
     return tuple(token for decoy in decoys[:needed] for token in decoy)
+
+
+def _is_length(value: Sequence[Any]) -> bool:
+    """Returns true for a list without a number, or with one that is 0 or above."""
+    return all(type(n) is int and n >= 0 for n in value)
 
 
 def _are_tokens(value: Any) -> bool:
@@ -178,6 +200,8 @@ class ChunkPrompt:
     [10, 5, 5]
     >>> len(prompt.token_ids)
     26
+
+    Over HTTP, pass ``token_ids`` as the prompt of a completion, or ``chat_params`` with the messages of a chat.
     """
 
     token_ids: list[int]
@@ -187,7 +211,7 @@ class ChunkPrompt:
     def of(
         cls,
         encode: Callable[[str], list[int]],
-        system: str,
+        system: str | None,
         documents: Sequence[str],
         question: str,
         *,
@@ -196,12 +220,21 @@ class ChunkPrompt:
         decoys: Sequence[str] = BUILT_IN_DECOYS,
     ) -> ChunkPrompt:
         """Tokenises the parts with ``encode``, such as ``lambda text: tokenizer.encode(text,
-        add_special_tokens=False)``.
+        add_special_tokens=False)``. ``system`` may be ``None`` or empty with the modes ``alone`` and ``behind:N``.
+
+        Raises ``ChunkRequestError`` for parts that are empty or have no tokens.
 
         ``decoys`` are texts for the mode ``behind:N``, by default built-in ones. Decoys of the same form as
         the documents keep the most answers.
         """
-        parts = [list(encode(text)) for text in (system, *documents, question)]
+        parts = [list(encode(text)) if text else [] for text in (system, *documents, question)]
+        for number, (text, part) in enumerate(zip(documents, parts[1:]), start=1):
+            if not part:
+                raise ChunkRequestError(f"document {number} of {len(documents)} has no tokens: {text!r}; leave it out")
+        if not documents:
+            raise ChunkRequestError("there are no documents; pass at least one, or send an ordinary request")
+        if not parts[-1]:
+            raise ChunkRequestError(f"the question has no tokens: {question!r}; at least one token must follow the documents")
         tokens = [token for part in parts for token in part]
         params = {
             "chunk_lengths": [len(part) for part in parts[:-1]],
@@ -212,6 +245,26 @@ class ChunkPrompt:
             params["chunk_decoys"] = [list(encode(decoy)) for decoy in decoys]
         plan_of(params, tokens)
         return cls(tokens, params)
+
+    @classmethod
+    def of_chat(cls, tokenizer: Any, messages: Sequence[dict[str, Any]], documents: Sequence[Any] = (), **settings: Any) -> ChunkPrompt:
+        """Puts a chat into the template of a transformers tokenizer, and cuts it into parts; see ``chat.py``.
+
+        The documents are ``documents`` (texts, or dictionaries as in ``apply_chat_template``), or all content parts
+        of the last message except its last one. ``settings`` are the ones of ``of``.
+        """
+        from .chat import chat_parts
+
+        def encode(text: str) -> list[int]:
+            return list(tokenizer.encode(text, add_special_tokens=False))
+
+        return cls.of(encode, *chat_parts(tokenizer, messages, documents), **settings)
+
+    @property
+    def chat_params(self) -> dict[str, Any]:
+        """``kv_transfer_params`` for ``/v1/chat/completions``. vLLM takes the tokens instead of rendering the
+        messages."""
+        return {**self.kv_transfer_params, "prompt_token_ids": self.token_ids}
 
     def sampling_params(self, **settings: Any) -> Any:
         """Returns vLLM's ``SamplingParams`` with these settings and the parameters that name the chunks."""

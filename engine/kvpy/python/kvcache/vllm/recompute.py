@@ -5,20 +5,23 @@ looks like a request that has computed everything before the run. Keys and value
 own blocks.
 
 The question chooses tokens by its own attention: it is computed once over the unchanged keys, and its softmax
-weights are summed for each token over rows, heads, and all layers but the first third. Choices are kept. A
-request may find some of its blocks in the host's own cache, because it was asked before or preempted. It must
-then complete them with the choice that they were made with.
+weights are summed for each token over rows, heads, and all layers but the first third. This happens in blocks of its
+own, because the request's blocks have room only for the tokens of the step, and some of them may hold recomputed
+tokens already. Choices are kept, so that a request that vLLM has preempted need not choose again.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from kvcache import ForeignCache
 
 from .layout import keys_of
 
@@ -43,6 +46,7 @@ class Recomputer:
         caches: list[torch.Tensor],
         order: str,
         block_size: int,
+        load: Callable[[ForeignCache, list[Any]], None],
     ) -> None:
         self.config = vllm_config
         self.runner = runner
@@ -50,6 +54,8 @@ class Recomputer:
         self.caches = caches
         self.order = order
         self.block_size = block_size
+        self.load = load
+        """Copies stored rows to a cache."""
         self.choices: OrderedDict[bytes, list[tuple[int, int]]] = OrderedDict()
 
     def run(self, again: Again) -> None:
@@ -58,6 +64,10 @@ class Recomputer:
         runs = [(max(start, again.first), end) for start, end in runs if end > again.first]
         if runs:
             self.forward(again.tokens, again.table, runs)
+
+    def forget(self) -> None:
+        """Forgets what questions chose."""
+        self.choices.clear()
 
     # Decision: docs/decisions/vllm.md#tokens-are-recomputed-as-if-they-were-requests
     def forward(self, tokens: list[int], table: list[int], runs: list[tuple[int, int]]) -> None:
@@ -101,7 +111,7 @@ class Recomputer:
                 inputs_embeds=None,
             )
 
-    # Decision: docs/decisions/vllm.md#workers-remember-what-a-question-chose
+    # Decision: docs/decisions/vllm.md#a-question-chooses-before-its-request-has-blocks
     def kept_choice(self, again: Again) -> list[tuple[int, int]]:
         """Returns the runs that the question chose when its blocks were computed. If it has not, chooses
         now.
@@ -136,7 +146,9 @@ class Recomputer:
         start, end = again.question_start, len(again.tokens)
         context = self.config.compilation_config.static_forward_context
         first = len(self.layers) // 3
-        blocks = torch.tensor(again.table[: -(-end // self.block_size)])
+        blocks = torch.arange(-(-end // self.block_size))
+        scratch = [torch.zeros((len(blocks), *cache.shape[1:]), dtype=cache.dtype) for cache in self.caches]
+        self.load(ForeignCache.interleaved(scratch, self.order, "cpu"), again.rows)
         sums = torch.zeros(start)
         visible = torch.arange(end)[None] <= torch.arange(start, end)[:, None]
         queries: dict[int, torch.Tensor] = {}
@@ -150,14 +162,19 @@ class Recomputer:
 
         wanted = range(first, len(self.layers))
         hooks = [context[self.layers[i]].register_forward_pre_hook(note(i), with_kwargs=True) for i in wanted]
+        own = [context[name].kv_cache for name in self.layers]
         try:
-            self.forward(again.tokens, again.table, [(start, end)])
+            for name, cache in zip(self.layers, scratch):
+                context[name].kv_cache = cache
+            self.forward(again.tokens, blocks.tolist(), [(start, end)])
         finally:
+            for name, cache in zip(self.layers, own):
+                context[name].kv_cache = cache
             for hook in hooks:
                 hook.remove()
         for number, query in queries.items():
             module = context[self.layers[number]]
-            keys = keys_of(self.caches[number], blocks, self.order)[:end].float()
+            keys = keys_of(scratch[number], blocks, self.order)[:end].float()
             heads, kv_heads, dim = module.num_heads, module.num_kv_heads, module.head_size
             rows = query[: end - start].view(end - start, kv_heads, heads // kv_heads, dim)
             logits = torch.einsum("qghd,tgd->ghqt", rows, keys) * module.impl.scale

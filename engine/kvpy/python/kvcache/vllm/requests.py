@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 from kvcache import ChunkReservation, ChunkWaiter, MutableBlocks, PieceHold, SharedBlocks
 
 from .orders import Save
-from .prompt import ChunkPlan, Part
+from .prompt import ChunkPlan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
+
+
+Outcome = PieceHold | ChunkReservation | ChunkWaiter | None
+"""What a lookup in the chunk cache returns for a piece."""
 
 
 class Saver(Protocol):
@@ -39,15 +43,26 @@ class Saving:
 
 @dataclass(eq=False)
 class Encode(Saving):
-    """A part of a prompt that is computed as a separate request, which other requests wait for."""
+    """A part of a prompt that is computed as a separate request."""
 
     prefix: int
     """The number of tokens before the part in that request."""
     prompt_tokens: int
-    pieces: list[tuple[int, ChunkReservation]]
-    """The missing pieces, each with the index of its first token in the part, and its memory."""
+    pieces: list[Work]
+    """The missing pieces."""
     is_over: bool = False
     """True once the pieces are stored, or given up."""
+
+
+@dataclass(eq=False)
+class Work:
+    """A missing piece that an encode computes. It is handed to its waiters when it is stored."""
+
+    start: int
+    """The index of the piece's first token in its part."""
+    reservation: ChunkReservation
+    waiters: list[tuple[ChunkState, int, int]] = field(default_factory=list)
+    """The requests that wait for the piece, each with the number of the part and of the piece in it."""
 
 
 @dataclass(eq=False)
@@ -59,11 +74,11 @@ class BlockSaving(Saving):
     key: bytes
     index: int
     """The index of the block in the request."""
-    is_forgotten: bool = False
-    """True once a reset has asked to forget the block."""
+    before: SharedBlocks
+    """The blocks before it that were known when the saves began. The last of these saves ends the hold."""
 
 
-@dataclass
+@dataclass(eq=False)
 class ChunkState:
     """The chunks of a request."""
 
@@ -71,34 +86,69 @@ class ChunkState:
     salt: str | None
     """The salt that the client gave."""
     root: bytes
-    holds: dict[int, list[PieceHold]] = field(default_factory=dict)
-    """The pieces of each part, once all of them are stored."""
-    waiters: dict[int, list[Encode | ChunkWaiter]] = field(default_factory=dict)
-    """Work that a part waits for: this connector's encodes, and other requests' work."""
-    reused: int = 0
-    computed: int = 0
+    pieces: dict[int, list[PieceHold | Work]] = field(default_factory=dict)
+    """The pieces of each part that was looked up, in order: held, or still being computed."""
+    computed: dict[int, int] = field(default_factory=dict)
+    """The number of tokens of each part that were computed for this request."""
+    is_served: bool = False
+    """True once vLLM has run the request with its chunks. Later lookups are not counted."""
+    losses: int = 0
+    """The number of encodes that were given up while the request waited for them."""
+    room: RoomWait | None = None
+    """The wait for room, if the request is the first in the queue."""
 
-    def parts(self) -> list[Part]:
-        return [self.plan.system, *self.plan.chunks]
+    @property
+    def num_parts(self) -> int:
+        """The number of parts: the system prompt, if there is one, and the chunks."""
+        return len(self.plan.parts)
 
     def is_held(self) -> bool:
-        """Returns true if all parts are held."""
-        return len(self.holds) > len(self.plan.chunks)
+        """Returns true if all pieces of all parts are held."""
+        held = (isinstance(piece, PieceHold) for pieces in self.pieces.values() for piece in pieces)
+        return len(self.pieces) == self.num_parts and all(held)
 
-    def pieces(self) -> Iterator[tuple[int, PieceHold]]:
+    def held(self) -> Iterator[tuple[int, PieceHold]]:
         """Returns the pieces of all parts in order, each with the index of its first token in the prompt."""
-        for number, part in enumerate(self.parts()):
+        for number, part in enumerate(self.plan.parts):
             start = part.start
-            for hold in self.holds[number]:
+            for hold in self.pieces[number]:
                 yield start, hold
                 start += hold.num_tokens
 
-    def release(self) -> None:
-        for holds in self.holds.values():
-            for hold in holds:
-                hold.release()
-        self.holds.clear()
-        self.waiters.clear()
+    def counts(self) -> dict[str, int]:
+        """Returns what the request's answer says about its chunks."""
+        computed = sum(self.computed.values())
+        return {"chunk_tokens_reused": self.plan.question_start - computed, "chunk_tokens_computed": computed}
+
+    def drop(self, numbers: list[int]) -> None:
+        """Lets the pieces of some parts go, whether they are held or still being computed."""
+        for number in numbers:
+            for piece in self.pieces.pop(number, ()):
+                if isinstance(piece, PieceHold):
+                    piece.release()
+                else:
+                    piece.waiters = [one for one in piece.waiters if one[:2] != (self, number)]
+
+
+@dataclass(eq=False)
+class RoomWait:
+    """A wait for room in host memory."""
+
+    holders: set[ChunkState]
+    """The requests that held rows when the wait began, and still do."""
+    encodes: set[Encode]
+    """The encodes that were under way when the wait began, and still are."""
+    was_over: bool = False
+    """True once all of them have let go."""
+    seen: int = -1
+    """The number of changes when the request last looked."""
+
+    def look(self, changes: int) -> None:
+        """Removes the requests and encodes that have let go."""
+        self.seen = changes
+        self.holders = {state for state in self.holders if state.pieces}
+        self.encodes = {encode for encode in self.encodes if not encode.is_over}
+        self.was_over = not self.holders and not self.encodes
 
 
 @dataclass
@@ -114,6 +164,8 @@ class PrefixState:
     """The first token that was found."""
     found: SharedBlocks | None = None
     """The blocks that were found, until they are copied."""
+    copied: int = 0
+    """The number of tokens that are being copied."""
     is_barred: bool = False
     """True if the request's blocks could not be copied in, so it is computed instead."""
 
@@ -138,6 +190,10 @@ class Tracked:
     prefix: PrefixState | None = None
     is_receiving: bool = False
     """True while rows are copied in, in parallel with steps."""
+    awaits_step: bool = False
+    """True once rows have been copied in, until vLLM runs the request."""
+    is_stale: bool = False
+    """True if some of the request's blocks are older than the last reset, so the tier must not save any."""
     has_ended: bool = False
     """True if the request ended while receiving. Its rows are then held until the copy ends."""
 
@@ -149,7 +205,9 @@ class Tracked:
         of_text = of_tokens and not request.mm_features and request.pooling_params is None
         return of_text and self.chunks is None and self.encode is None and not self.is_mixed
 
-    def release(self) -> None:
-        for state in (self.chunks, self.prefix):
-            if state is not None:
-                state.release()
+
+def set_salt(request: Request, salt: str | None) -> None:
+    """Changes the salt of a request that has no blocks yet."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()

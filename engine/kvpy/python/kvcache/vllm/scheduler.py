@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .adapters import Adapters
 from .chunks import Chunks
+from .events import tier_events
 from .host import Geometry, Roots, Settings, caller_of
+from .names import Names
 from .orders import Load, Save
 from .prefix import NoPrefixes, Prefixes
-from .requests import Saving, Tracked
+from .requests import Saving, Tracked, set_salt
 from .stats import ChunkStats, Counting
 
 if TYPE_CHECKING:
@@ -31,16 +34,24 @@ class ChunkScheduler:
         self.saving: dict[str, Saving] = {}
         """Rows that the workers were told to save, by name."""
         self.loads: list[Load] = []
+        self.was_reset = False
+        """True if the workers must forget what they remember, too."""
         self.counting = Counting()
         roots = Roots(vllm_config, shape)
-        self.chunks = Chunks(vllm_config, shape, settings, roots, self.host, self.requests)
+        self.names, self.adapters = Names(), Adapters()
+        self.chunks = Chunks(vllm_config, shape, settings, roots, self.names, self.host, self.requests)
         has_prefixes = shape.prefix_blocks > 0
-        self.prefixes = Prefixes(shape, settings, roots, self.host) if has_prefixes else NoPrefixes()
+        events = tier_events(vllm_config, self.host, shape.engine_block_size)
+        self.prefixes = Prefixes(shape, settings, roots, self.host, events) if has_prefixes else NoPrefixes()
 
     def on_new_request(self, request: Request) -> None:
         known = self.requests.get(request.request_id)
         if known is not None and known.encode is not None:
             return
+        salt = self.names.of_client(request.cache_salt)
+        salt = self.adapters.salt(request.lora_request, salt, self.names)
+        if salt != request.cache_salt:
+            set_salt(request, salt)
         tracked = self.requests[request.request_id] = Tracked(request)
         self.chunks.begin(tracked)
 
@@ -48,14 +59,19 @@ class ChunkScheduler:
         """Returns the number of tokens to load after the first ``num_computed``, and true if steps run in
         parallel."""
         tracked = self.requests[request.request_id]
+        # vLLM has none of the request's blocks, or found them after the last reset.
+        tracked.awaits_step = tracked.is_stale = False
         answer = self.chunks.matched(tracked, num_computed)
         return self.prefixes.matched(tracked, num_computed) if answer is None else answer
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         """Orders the load of ``num_external`` tokens into a request's blocks."""
         tracked = self.requests[request.request_id]
+        if tracked.chunks is not None:
+            tracked.chunks.is_served = True
         if num_external == 0:
-            _release_found(tracked)
+            tracked.awaits_step = False
+            self._let_go(tracked)
             return
         (block_ids,) = blocks.get_block_ids()
         owner = self.prefixes if tracked.chunks is None else self.chunks
@@ -67,6 +83,10 @@ class ChunkScheduler:
         """Returns the workers' orders for this step."""
         self.chunks.submit()
         loads, self.loads = self.loads, []
+        for load in loads:
+            # Such rows are read in this step. Whoever takes their memory now writes to it in a later one.
+            if load.at_once:
+                self._let_go(self.requests[load.request_id])
         saves = []
         for name, count in output.num_scheduled_tokens.items():
             tracked = self.requests[name]
@@ -117,8 +137,9 @@ class ChunkScheduler:
             tracked = self.requests.get(name)
             if tracked is None:
                 continue
-            tracked.is_receiving = False
-            _release_found(tracked)
+            tracked.is_receiving, tracked.awaits_step = False, True
+            self.prefixes.copied(tracked)
+            self._let_go(tracked)
             if tracked.has_ended:
                 self._forget(tracked)
 
@@ -129,37 +150,64 @@ class ChunkScheduler:
         tracked = self.requests[request.request_id]
         if tracked.encode is not None:
             del self.requests[request.request_id]
-            if tracked.encode.order is None:
-                # It was aborted, so requests that wait for it ask again.
-                self.chunks.abandon(tracked.encode)
+            if tracked.encode.order is None and not tracked.encode.is_over:
+                self.chunks.aborted(tracked.encode)
             return None
         tracked.has_ended = True
         if not tracked.is_receiving:
             self._forget(tracked)
         if tracked.refused is not None:
             return {"chunk_error": tracked.refused}
-        if tracked.chunks is None:
-            return None
-        return {"chunk_tokens_reused": tracked.chunks.reused, "chunk_tokens_computed": tracked.chunks.computed}
+        return self.chunks.ended(tracked.chunks) if tracked.chunks is not None else None
+
+    def _let_go(self, tracked: Tracked) -> None:
+        """Ends the holds of a request whose rows are in vLLM's blocks. After a preemption, vLLM asks again."""
+        self.chunks.let_go(tracked)
+        if tracked.prefix is not None:
+            tracked.prefix.release()
 
     def _forget(self, tracked: Tracked) -> None:
-        tracked.release()
+        self._let_go(tracked)
         del self.requests[tracked.request.request_id]
 
+    # Decision: docs/decisions/vllm.md#a-reset-leaves-nothing-of-what-was-computed-before-it
     def reset(self) -> bool:
-        """Forgets everything that is not held. Returns true if nothing was held."""
-        self.chunks.cache.clear_cache()
+        """Forgets everything that was computed so far: what is stored or held, encodes and copies under way,
+        and what questions chose. Requests ask again. Returns true.
+        """
+        from vllm.v1.request import RequestStatus
+
+        manager = self.host.kv_cache_manager
+        # vLLM resets its connector also when requests have kept it from resetting its own cache.
+        manager.evict_blocks(set(range(manager.block_pool.num_gpu_blocks)))
+        for tracked in self.requests.values():
+            request = tracked.request
+            self._let_go(tracked)
+            tracked.prefix = None
+            # vLLM has not preempted the request, and so has not dropped its blocks.
+            tracked.is_stale = request.num_computed_tokens > 0
+            if (tracked.is_receiving or tracked.awaits_step) and not tracked.has_ended:
+                if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                    # As if the copy had failed: vLLM frees the blocks when the copy ends, and asks again.
+                    self.host.failed_recving_kv_req_ids.add(request.request_id)
+                else:
+                    # vLLM has seen the end of the copy, and had no room to run the request.
+                    manager.free(request)
+                request.num_computed_tokens = 0
+        encodes = self.chunks.reset()
         self.prefixes.reset()
-        running = (tracked for tracked in self.requests.values() if not tracked.has_ended)
-        return not self.saving and not any(tracked.chunks or tracked.encode for tracked in running)
+        self.saving.clear()
+        self.loads.clear()
+        self.was_reset = True
+        self.host.finish_requests(encodes, RequestStatus.FINISHED_ABORTED)
+        return True
+
+    def take_reset(self) -> bool:
+        """Returns true if there was a reset since the last call."""
+        was_reset, self.was_reset = self.was_reset, False
+        return was_reset
 
     def stats(self) -> ChunkStats | None:
         """Returns the counts since the last call."""
         chunks, prefixes = self.chunks.counts(), self.prefixes.counts()
         return self.counting.report(chunks[0] | prefixes[0], chunks[1] | prefixes[1])
-
-
-def _release_found(tracked: Tracked) -> None:
-    """Releases the blocks that an ordinary request has found."""
-    if tracked.prefix is not None:
-        tracked.prefix.release()

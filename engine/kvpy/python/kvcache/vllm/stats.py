@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.utils import create_metric_per_engine
 
 COUNTERS = {
-    "chunk_tokens_reused": "Tokens of chunks that were found in host memory.",
-    "chunk_tokens_computed": "Tokens of chunks that were missing and computed.",
-    "chunk_evictions": "Chunks evicted to make room.",
+    "chunk_tokens_reused": "Tokens of chunks that an answered request did not have to compute.",
+    "chunk_tokens_computed": "Tokens of chunks that were computed for an answered request.",
+    "chunk_evictions": "Pieces of chunks evicted to make room.",
     "chunk_requests_refused": "Requests with chunks that were answered without them.",
     "prefix_tokens_found": "Tokens of ordinary prompts that were found in host memory.",
     "prefix_blocks_saved": "Blocks of ordinary prompts that were saved to host memory.",
@@ -35,7 +35,7 @@ class ChunkStats(KVConnectorStats):
         self.data = {}
 
     def is_empty(self) -> bool:
-        return not any(self.data.get(name) for name in COUNTERS)
+        return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
@@ -77,12 +77,13 @@ class Counting:
     """Turns totals into differences between reports."""
 
     def __init__(self) -> None:
-        self.before: dict[str, int] = {}
+        self.totals: dict[str, int] = {}
+        self.gauges: dict[str, float] = {}
 
     def report(self, totals: dict[str, int], gauges: dict[str, float]) -> ChunkStats | None:
-        """Returns the counts since the last report; None if all of them are 0."""
-        since = {name: total - self.before.get(name, 0) for name, total in totals.items()}
-        if not any(since.values()):
+        """Returns the counts since the last report, and the gauges; None if nothing has changed."""
+        if totals == self.totals and gauges == self.gauges:
             return None
-        self.before = totals
+        since = {name: total - self.totals.get(name, 0) for name, total in totals.items()}
+        self.totals, self.gauges = totals, gauges
         return ChunkStats({**since, **gauges})

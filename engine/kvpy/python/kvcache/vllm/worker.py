@@ -82,7 +82,15 @@ class ChunkWorker:
         self.arena = arena(shape.num_blocks, shape.block_size)
         if shape.prefix_blocks > 0:
             self.prefixes = arena(shape.prefix_blocks, shape.engine_block_size)
-        self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size)
+
+        def load(cache: Any, rows: list[Any]) -> None:
+            self.arena.load(cache, rows, self.ropes)
+
+        self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size, load)
+
+    def forget(self) -> None:
+        """Forgets what questions chose."""
+        self.recomputer.forget()
 
     # Decision: docs/decisions/vllm.md#plain-reuse-loads-asynchronously-recomputation-within-its-step
     def start_loads(self, loads: list[Any], is_idle: bool) -> None:

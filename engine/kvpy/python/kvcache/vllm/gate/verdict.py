@@ -4,6 +4,7 @@ ordinary attention.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,12 +53,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Limits:
-    """The maximum loss, and the minimum share of right answers that ordinary attention needs for a
-    verdict.
+    """The maximum loss, and what a verdict needs: a minimum share of right answers with ordinary attention, and
+    enough questions.
     """
 
     loss: float = 0.02
     floor: float = 0.3
+    bound: float = 0.1
+    """The loss that a verdict must rule out (95 %, one-sided) if no answer at all is lost."""
 
 
 def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: Limits) -> Verdict:
@@ -73,6 +76,16 @@ def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: L
             None,
             f"No verdict: ordinary attention answers only {right} of {asked} questions correctly, fewer than {limits.floor:.0%}. "
             "Use fewer notes per question, or a model that follows instructions.",
+        )
+    # Whoever accepts a larger loss needs fewer questions.
+    clean, bound = Paired(asked, 0, 0).at_most(), max(limits.bound, limits.loss)
+    if clean > bound:
+        enough = next(count for count in itertools.count(asked) if Paired(count, 0, 0).at_most() <= bound)
+        return Verdict(
+            False,
+            None,
+            f"No verdict: {asked} questions show too little. Even if no answer is lost, a loss of {100 * clean:.1f} in a hundred cannot be "
+            f"ruled out (95 %, one-sided). Ask at least {enough} with --questions.",
         )
     for row in sorted(ways, key=Row.mean_seconds):
         paired = Paired.of(ordinary.right, row.right)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,12 @@ def block_hashes(request: Request) -> list[bytes]:
     done, tokens = len(request.block_hashes), request.all_token_ids
     ends = range((done + 1) * BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
     return [hashlib.sha256(repr((request.cache_salt, tokens[:end])).encode()).digest() for end in ends]
+
+
+class RequestStatus(enum.Enum):
+    WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    FINISHED_ABORTED = enum.auto()
 
 
 class Request:
@@ -41,6 +48,7 @@ class Request:
         self.prompt_embeds: Any = None
         self.skip_reading_prefix_cache = False
         self.num_computed_tokens = 0
+        self.status = RequestStatus.WAITING
         self.output_token_ids: list[int] = []
         extra = (sampling_params.extra_args if sampling_params else None) or {}
         self.kv_transfer_params: dict[str, Any] | None = extra.get("kv_transfer_params")

@@ -1,0 +1,87 @@
+"""Events for routers: which of vLLM's blocks the tier for ordinary prompts has, and no longer has.
+
+The events are vLLM's own, with the medium ``CPU`` and vLLM's block hashes, so that a router treats the tier like any
+other offloading connector. Chunks have no events, because no block hash stands for a chunk at any position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True)
+class Told:
+    """A block as a router knows it."""
+
+    block_hash: bytes
+    parent_hash: bytes | None
+    token_ids: list[int]
+    lora_id: int | None
+    lora_name: str | None
+
+
+class TierEvents:
+    """The events of the tier, for a host that publishes events."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.saving: dict[bytes, Told] = {}
+        """The blocks on their way to the tier, by the tier's keys."""
+        self.stored: dict[bytes, Told] = {}
+        """The blocks that routers have been told of."""
+
+    def note(self, key: bytes, request: Request, index: int) -> None:
+        """Notes the block that a request is about to save."""
+        start, lora = index * self.block_size, request.lora_request
+        self.saving[key] = Told(
+            block_hash=request.block_hashes[index],
+            parent_hash=request.block_hashes[index - 1] if index else None,
+            token_ids=list(request.all_token_ids[start : start + self.block_size]),
+            lora_id=lora.lora_int_id if lora else None,
+            lora_name=lora.lora_name if lora else None,
+        )
+
+    def drop(self, key: bytes) -> None:
+        """Forgets a block that could not be saved."""
+        self.saving.pop(key, None)
+
+    def of(self, changes: list[tuple[str, bytes | None]]) -> Iterator[Any]:
+        """Returns vLLM's events for the changes of a pool."""
+        from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external
+
+        for what, key in changes:
+            if what == "stored" and key in self.saving:
+                told = self.stored[key] = self.saving.pop(key)
+                yield BlockStored(
+                    block_hashes=[external(told.block_hash)],
+                    parent_block_hash=external(told.parent_hash) if told.parent_hash is not None else None,
+                    token_ids=told.token_ids,
+                    block_size=self.block_size,
+                    lora_id=told.lora_id,
+                    medium=MEDIUM_CPU,
+                    lora_name=told.lora_name,
+                    group_idx=0,
+                )
+            elif what == "removed" and key in self.stored:
+                told = self.stored.pop(key)
+                yield BlockRemoved(block_hashes=[external(told.block_hash)], medium=MEDIUM_CPU, group_idx=0)
+            elif what in ("cleared", "lost") and self.stored:
+                # `AllBlocksCleared` would also be about the blocks of the device.
+                hashes = [external(one.block_hash) for one in self.stored.values()]
+                self.stored.clear()
+                yield BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=0)
+
+
+def tier_events(vllm_config: VllmConfig, host: Any, block_size: int) -> TierEvents | None:
+    """Returns the events for a host that publishes some; ``None`` for any other host."""
+    config = vllm_config.kv_events_config
+    # The tier has a key per block of the host, and a router knows the blocks by the host's hashes.
+    has_hashes = getattr(host, "hash_block_size", block_size) == block_size
+    return TierEvents(block_size) if config is not None and config.enable_kv_cache_events and has_hashes else None

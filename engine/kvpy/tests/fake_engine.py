@@ -1,0 +1,563 @@
+"""An engine that drives a real connector as vLLM's scheduler and runner do, over the model of ``fake_model.py``.
+
+The recordings in ``golden/vllm`` show single scenarios. This engine runs any number of requests under any
+limits: few blocks, small steps, preemption, aborts, resets, late copies. It follows ``Scheduler`` of vLLM
+0.32.0 in everything that a connector can observe. ``proof/vllm/check_pressure.py`` runs the same kinds of
+requests in a real vLLM.
+
+A sampled token is a hash of the values that the request's blocks contain, so a wrong row gives a wrong answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from fake_model import FakeModel, FakeRecomputer, choice
+from replay import Runner, configs
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.request import Request, RequestStatus
+
+from kvcache import Ropes
+from kvcache.vllm import ChunkConnector
+from kvcache.vllm.prompt import plan_of
+
+SIZE = 8
+"""The number of tokens per block of the engine."""
+VOCAB = 500
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
+ROW = 2 * 32 * 4
+"""The number of bytes that a token takes in host memory."""
+
+
+def hasher(request: Request) -> list[bytes]:
+    """Returns the hashes of a request's new blocks. As in vLLM, they cover the adapter's name and the salt."""
+    done, tokens = len(request.block_hashes), request.all_token_ids
+    lora = request.lora_request.lora_name if request.lora_request else None
+    ends = range((done + 1) * SIZE, len(tokens) + 1, SIZE)
+    return [hashlib.sha256(repr((lora, request.cache_salt, tokens[:end])).encode()).digest() for end in ends]
+
+
+class Blocks:
+    """The engine's blocks and its prefix cache. Block 0 is never used."""
+
+    def __init__(self, count: int) -> None:
+        self.unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count))
+        self.holders = [0] * count
+        self.hash_of: dict[int, bytes] = {}
+        self.block_of: dict[bytes, int] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.block_pool = SimpleNamespace(num_gpu_blocks=count)
+
+    def free(self, request: Request) -> None:
+        self.release(request.request_id)
+
+    def get_block_ids(self, name: str) -> tuple[list[int]]:
+        return (list(self.tables[name]),)
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        for block in blocks:
+            key = self.hash_of.pop(block, None)
+            if key is not None and self.block_of.get(key) == block:
+                del self.block_of[key]
+
+    def found(self, request: Request) -> list[int]:
+        """Returns the cached blocks of a request's beginning. At least one token is left to compute."""
+        blocks = []
+        for key in request.block_hashes[: (request.num_tokens - 1) // SIZE]:
+            if key not in self.block_of:
+                break
+            blocks.append(self.block_of[key])
+        return blocks
+
+    def grow(self, name: str, tokens: int, found: list[int] = ()) -> bool:  # type: ignore[assignment]
+        """Extends a table to hold ``tokens`` tokens, starting with ``found`` if it is new. Returns false, and
+        changes nothing, if there are too few blocks."""
+        table = self.tables.get(name, [])
+        missing = -(-tokens // SIZE) - len(table) - len(found)
+        if missing > len(self.unused) - sum(block in self.unused for block in found):
+            return False
+        for block in found:
+            self.unused.pop(block, None)
+            self.holders[block] += 1
+        fresh = []
+        for _ in range(missing):
+            block, _ = self.unused.popitem(last=False)
+            self.evict_blocks({block})
+            self.holders[block] = 1
+            fresh.append(block)
+        self.tables[name] = [*table, *found, *fresh]
+        return True
+
+    def cache(self, request: Request, tokens: int) -> None:
+        """Registers a request's full blocks of its first ``tokens`` tokens."""
+        for block, key in zip(self.tables[request.request_id], request.block_hashes[: tokens // SIZE]):
+            if block not in self.hash_of and key not in self.block_of:
+                self.hash_of[block], self.block_of[key] = key, block
+
+    def release(self, name: str) -> None:
+        for block in reversed(self.tables.pop(name, [])):
+            self.holders[block] -= 1
+            if self.holders[block] == 0:
+                self.unused[block] = None
+                if block not in self.hash_of:
+                    self.unused.move_to_end(block, last=False)
+
+    def reset(self) -> bool:
+        if any(self.holders):
+            return False
+        self.hash_of.clear()
+        self.block_of.clear()
+        return True
+
+
+class LateThreads:
+    """Runs each copy a number of steps after it was submitted, so that rows which are reused too early are
+    read too late."""
+
+    def __init__(self, delay: Callable[[], int]) -> None:
+        self.delay = delay
+        self.copies: list[tuple[int, Future[None], Callable[..., None], tuple[Any, ...]]] = []
+
+    def submit(self, work: Callable[..., None], *args: Any) -> Future[None]:
+        future: Future[None] = Future()
+        self.copies.append((self.delay(), future, work, args))
+        return future
+
+    def tick(self, *, at_once: bool) -> None:
+        """Ends a step. ``at_once`` runs every copy."""
+        left = []
+        for steps, future, work, args in self.copies:
+            if steps > 0 and not at_once:
+                left.append((steps - 1, future, work, args))
+                continue
+            try:
+                work(*args)
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)
+        self.copies = left
+
+    def shutdown(self, wait: bool = True) -> None:
+        self.tick(at_once=True)
+
+
+class Engine(SchedulerInterface):
+    """vLLM with the connector: requests are added, steps run, and answers come out."""
+
+    def __init__(
+        self,
+        monkeypatch: Any,
+        *,
+        blocks: int = 512,
+        step_tokens: int = 256,
+        max_running: int = 64,
+        delay: Callable[[], int] = lambda: 0,
+        lora: Any = None,
+        has_events: bool = False,
+        **settings: Any,
+    ) -> None:
+        spec = {"kind": "FullAttentionSpec", "dtype": "torch.float32", "num_kv_heads": 1, "head_size": 32, "block_size": SIZE}
+        extra = {"host_memory": 4096 * ROW, "block_size": SIZE, **settings}
+        described = {"model": MODEL, "max_model_len": 512, "extra_config": extra, "layers": ["one"], "spec": spec, "num_blocks": blocks}
+        config, caches = configs(described, 1)
+        config.lora_config = lora
+        config.kv_events_config = SimpleNamespace(enable_kv_cache_events=has_events)
+        self.model = FakeModel(Ropes(json.dumps(MODEL), 512), ["one"], blocks, 1, SIZE, 32)
+        self.recomputer = FakeRecomputer(self.model)
+        self.recomputer.context = lambda: context(self.weights, None, self.adapters)
+        recompute = SimpleNamespace(Recomputer=lambda *_: self.recomputer)
+        monkeypatch.setitem(__import__("sys").modules, "kvcache.vllm.recompute", recompute)
+        self.kv_cache_manager = Blocks(blocks)
+        self.step_tokens, self.max_running = step_tokens, max_running
+        self.requests: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.receiving: set[str] = set()
+        """Requests whose rows are being copied in."""
+        self.finished_recving_kv_req_ids: set[str] = set()
+        self.failed_recving_kv_req_ids: set[str] = set()
+        self.weights = 0
+        """The version of the model's weights. Rows of different versions differ."""
+        self.adapters: dict[str, int] = {}
+        """The version of each adapter's files, by name."""
+        self.answers: dict[str, tuple[list[int], dict[str, Any] | None]] = {}
+        """The tokens of each request that has ended, and what the connector says about it."""
+        self.aborted: set[str] = set()
+        self.steps = self.encodes = self.preemptions = 0
+        self.external: dict[str, int] = {}
+        """The number of tokens of ordinary prompts that are being copied in for each request."""
+        self.voided: set[str] = set()
+        """Requests whose rows were on their way during a reset."""
+        self.arrived = 0
+        """The tokens of ordinary prompts that have been copied in, also for requests that were aborted."""
+        self.failing: Callable[[], bool] = lambda: False
+        """Returns whether the next copy into the engine's blocks fails."""
+        self.connector = ChunkConnector(config, KVConnectorRole.SCHEDULER, caches)
+        self.worker = Runner(config, caches, self.model).connector
+        self.worker._worker.threads.shutdown()
+        self.worker._worker.threads = self.threads = LateThreads(delay)
+        for name in ("arena", "prefixes"):
+            arena = getattr(self.worker._worker, name)
+            if arena is not None:
+                setattr(self.worker._worker, name, SimpleNamespace(load=self._breakable(arena.load), save=arena.save))
+
+    def _breakable(self, load: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            if self.failing():
+                raise OSError("the copy failed")
+            load(*args)
+
+        return run
+
+    @property
+    def side(self) -> Any:
+        return self.connector._scheduler
+
+    # Clients.
+
+    def ask(
+        self,
+        name: str,
+        tokens: list[int],
+        *,
+        count: int = 2,
+        salt: str | None = None,
+        adapter: Any = None,
+        **params: Any,
+    ) -> None:
+        """Adds a client's request for ``count`` tokens, with these parameters in ``kv_transfer_params``."""
+        sampling = SamplingParams(max_tokens=count, extra_args={"kv_transfer_params": params} if params else None)
+        self.add_request(Request(name, list(tokens), sampling, None, 0, adapter, salt, 0, hasher))
+
+    def add_request(self, request: Request) -> None:
+        assert request.request_id not in self.requests, "duplicate request id"
+        self.encodes += request.sampling_params.max_tokens == 1 and "encode" in request.request_id
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        self.connector.on_new_request(request)
+
+    def abort(self, *names: str) -> None:
+        self.finish_requests(names, None)
+
+    def finish_requests(self, names: Any, status: Any) -> None:
+        for name in [names] if isinstance(names, str) else list(names):
+            request = self.requests.get(name)
+            if request is None or name in self.aborted:
+                continue
+            if request in self.running:
+                self.running.remove(request)
+            else:
+                self.waiting.remove(request)
+            delay = name in self.receiving and name not in self.finished_recving_kv_req_ids
+            self.finished_recving_kv_req_ids.discard(name)
+            self.failed_recving_kv_req_ids.discard(name)
+            self.aborted.add(name)
+            self._end(request, keep_blocks=delay)
+
+    def run(self, most: int = 3_000) -> None:
+        """Runs steps until every request has ended. Raises ``AssertionError`` after ``most`` steps."""
+        for _ in range(most):
+            if not self.requests:
+                return
+            self.step()
+        raise AssertionError(f"requests {sorted(self.requests)} have not ended after {most} steps and {self.encodes} encodes")
+
+    def reset(self, *, new_weights: bool = False) -> bool:
+        """Resets the caches as ``reset_prefix_cache(reset_running_requests=True, reset_connector=True)``
+        does."""
+        while self.running:
+            self._preempt(self.running.pop())
+        own = self.kv_cache_manager.reset()
+        if not own:
+            # A request whose rows are being copied in keeps its blocks. vLLM would raise here.
+            self.kv_cache_manager.evict_blocks(set(self.kv_cache_manager.hash_of))
+        self.weights += new_weights
+        self.voided |= self.receiving
+        return self.connector.reset_cache() is not False
+
+    # A step.
+
+    def step(self) -> None:
+        self.steps += 1
+        scheduled, has_sync = self._schedule()
+        orders = self.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens=dict(scheduled)))
+        before = {name: self.requests[name].num_computed_tokens for name in scheduled}
+        for name, count in scheduled.items():
+            self.requests[name].num_computed_tokens += count
+        # The worker.
+        worker = self.worker
+        worker.bind_connector_metadata(orders)
+        if has_sync:
+            worker.start_load_kv(None)
+        sampled = self._forward(scheduled, before)
+        if not has_sync:
+            worker.start_load_kv(None)
+        worker.wait_for_save()
+        self.threads.tick(at_once=not scheduled)
+        results = worker.get_transfer_results(set())
+        bad = worker.get_block_ids_with_load_errors()
+        report = worker.build_connector_worker_meta()
+        worker.clear_connector_metadata()
+        # The scheduler again.
+        for name in results.failed_recving:
+            if name in self.receiving and name not in self.aborted:
+                self.requests[name].num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(name)
+        failed = set()
+        for request in self.running:
+            table = self.kv_cache_manager.tables[request.request_id]
+            wrong = [i for i, block in enumerate(table) if block in bad and i * SIZE < before.get(request.request_id, 0)]
+            if wrong:
+                request.num_computed_tokens = wrong[0] * SIZE
+                failed.add(request.request_id)
+        for name, token in sampled.items():
+            request = self.requests.get(name)
+            if request is None or name in failed or request not in self.running:
+                continue
+            request.output_token_ids.append(token)
+            request.update_block_hashes()
+            if len(request.output_token_ids) >= request.sampling_params.max_tokens:
+                self.running.remove(request)
+                self._end(request)
+        output = SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set(results.finished_recving))
+        self.connector.update_connector_output(output)
+        for name in results.finished_recving:
+            self.arrived += self.external[name] if name not in {*results.failed_recving, *self.voided} else 0
+            self.voided.discard(name)
+            if name in self.aborted:
+                self.receiving.discard(name)
+                self._free(self.requests[name])
+            else:
+                self.finished_recving_kv_req_ids.add(name)
+
+    def _schedule(self) -> tuple[dict[str, int], bool]:
+        budget, scheduled, preempted, has_sync = self.step_tokens, {}, False, False
+        at = 0
+        while at < len(self.running) and budget > 0:
+            request = self.running[at]
+            count = min(request.num_tokens - request.num_computed_tokens, budget)
+            while not self._grow(request, request.num_computed_tokens + count):
+                last = self.running.pop()
+                budget += scheduled.pop(last.request_id, 0)
+                self._preempt(last)
+                preempted = True
+                if last is request:
+                    break
+            if at >= len(self.running):
+                break
+            self.kv_cache_manager.cache(request, request.num_computed_tokens + count)
+            scheduled[request.request_id] = count
+            budget -= count
+            at += 1
+        skipped: list[Request] = []
+        # Requests that hold blocks come first.
+        self.waiting = deque(sorted(self.waiting, key=lambda one: one.request_id not in self.receiving))
+        while self.waiting and budget > 0 and not preempted and len(self.running) < self.max_running:
+            request = self.waiting[0]
+            admitted = self._admit(request, budget)
+            if admitted is None:
+                break
+            self.waiting.popleft()
+            if admitted == 0:
+                skipped.append(request)
+                continue
+            self.running.append(request)
+            scheduled[request.request_id] = admitted
+            budget -= admitted
+            has_sync |= request.request_id in self.sync
+        self.waiting.extendleft(reversed(skipped))
+        self.sync = set()
+        return scheduled, has_sync
+
+    sync: set[str] = set()
+    """Requests whose rows are copied in at the beginning of the step."""
+
+    def _admit(self, request: Request, budget: int) -> int | None:
+        """Returns the number of tokens that a waiting request computes in this step: 0 if it waits on, and
+        ``None`` if there are too few blocks for it."""
+        name, manager = request.request_id, self.kv_cache_manager
+        if name in self.receiving:
+            if name not in self.finished_recving_kv_req_ids:
+                return 0
+            self._received(request)
+        found, external = [], 0
+        if request.num_computed_tokens == 0:
+            assert name not in manager.tables, "vLLM looks up only requests without blocks"
+            found = manager.found(request)
+            external, parallel = self.connector.get_num_new_matched_tokens(request, len(found) * SIZE)
+            if external is None:
+                return 0
+            computed = len(found) * SIZE + external
+            assert computed < request.num_tokens or parallel, "nothing is left to compute"
+            count = 0 if parallel else min(request.num_tokens - computed, budget)
+        else:
+            computed, parallel = request.num_computed_tokens, False
+            count = min(request.num_tokens - computed, budget)
+        if parallel and self._missing(request, len(found)) > len(manager.unused) - self._reserved(name):
+            # Rows on their way hold blocks without progress, so that others could wait for them for ever.
+            return None
+        if not manager.grow(name, computed + count, found):
+            return None
+        self.connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: manager.get_block_ids(name)), external)
+        if external and not parallel:
+            self.sync = self.sync | {name}
+        request.num_computed_tokens = computed
+        if parallel:
+            self.receiving.add(name)
+            request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            self.external[name] = external if self.side.requests[name].chunks is None else 0
+            return 0
+        manager.cache(request, computed + count)
+        return count
+
+    def _missing(self, request: Request, held: int) -> int:
+        """Returns the number of blocks that a request with ``held`` blocks still needs for all of its tokens."""
+        return max(0, -(-request.num_tokens // SIZE) - held)
+
+    def _reserved(self, name: str) -> int:
+        """Returns the number of blocks that other requests need which have not computed all of their tokens."""
+        tables = self.kv_cache_manager.tables
+        others = (one for one in self.requests.values() if one.request_id in tables and one.request_id != name)
+        return sum(self._missing(one, len(tables[one.request_id])) for one in others)
+
+    def _received(self, request: Request) -> None:
+        name, request.status = request.request_id, RequestStatus.WAITING
+        self.receiving.discard(name)
+        self.finished_recving_kv_req_ids.discard(name)
+        if name in self.failed_recving_kv_req_ids:
+            self.failed_recving_kv_req_ids.discard(name)
+            if request.num_computed_tokens == 0:
+                self.kv_cache_manager.release(name)
+                return
+        self.kv_cache_manager.cache(request, request.num_computed_tokens)
+        if request.num_computed_tokens == request.num_tokens:
+            request.num_computed_tokens -= 1
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        return self.kv_cache_manager.grow(request.request_id, tokens)
+
+    def _preempt(self, request: Request) -> None:
+        self.preemptions += 1
+        self.kv_cache_manager.release(request.request_id)
+        request.num_computed_tokens = 0
+        self.waiting.appendleft(request)
+
+    def _end(self, request: Request, *, keep_blocks: bool = False) -> None:
+        name = request.request_id
+        table = self.kv_cache_manager.tables.get(name, [])
+        _, said = self.connector.request_finished_all_groups(request, (list(table),))
+        self.answers[name] = (list(request.output_token_ids), said)
+        if not keep_blocks:
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        self.kv_cache_manager.release(request.request_id)
+        self.receiving.discard(request.request_id)
+        del self.requests[request.request_id]
+
+    # The model.
+
+    def context(self, request: Request) -> tuple[int, ...]:
+        """Returns what rows depend on besides tokens: the weights and the adapter."""
+        lora = request.lora_request
+        return context(self.weights, lora.lora_name if lora else None, self.adapters)
+
+    def _forward(self, scheduled: dict[str, int], before: dict[str, int]) -> dict[str, int]:
+        """Computes a step's tokens. Returns the tokens that are sampled."""
+        sampled = {}
+        for name, count in scheduled.items():
+            request, table = self.requests[name], self.kv_cache_manager.tables[name]
+            tokens, seen = request.all_token_ids, self.context(request)
+            for position in range(before[name], before[name] + count):
+                self.model.write(table, position, (*seen, *tokens[: position + 1]))
+            if before[name] + count == len(tokens):
+                sampled[name] = sample(self.model.values_of(table, len(tokens)))
+        return sampled
+
+
+def context(weights: int, adapter: str | None, versions: dict[str, int]) -> tuple[int, ...]:
+    """Returns numbers that no token has, for everything that rows depend on besides tokens."""
+    number = -1 if adapter is None else -2 - sorted(versions).index(adapter) - 100 * versions[adapter]
+    return (-1 - weights, number)
+
+
+def sample(values: np.ndarray) -> int:
+    """Returns the token that follows tokens with these values."""
+    return int.from_bytes(hashlib.blake2b(values.tobytes(), digest_size=4).digest(), "little") % VOCAB
+
+
+class Roomy:
+    """The answers of an engine with room for everything, which asks one request at a time: the values follow
+    from what each token has seen."""
+
+    def __init__(self) -> None:
+        self.model = FakeModel(Ropes(json.dumps(MODEL), 512), ["one"], 1, 1, SIZE, 32)
+        self.known: dict[Any, list[int]] = {}
+
+    def answer(
+        self, prompt: list[int], count: int, where: tuple[int, ...], params: dict[str, Any] | None, told: Sequence[int] = ()
+    ) -> list[int]:
+        """Returns ``count`` tokens of an answer that begins with ``told``."""
+        key = (tuple(prompt), tuple(told), count, where, json.dumps(params, sort_keys=True))
+        if key not in self.known:
+            tokens, values = list(prompt), [self._values(prompt, position, where, params) for position in range(len(prompt))]
+            for number in range(len(told) + count):
+                tokens.append(told[number] if number < len(told) else sample(np.array(values)))
+                values.append(self.model.rows((*where, *tokens), len(tokens) - 1)[1][0])
+            self.known[key] = tokens[len(prompt) + len(told) :]
+        return self.known[key]
+
+    def _values(self, prompt: list[int], position: int, where: tuple[int, ...], params: dict[str, Any] | None) -> np.ndarray:
+        return self.model.rows((*where, *seen(prompt, position, params)), position)[1][0]
+
+
+def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> list[int]:
+    """Returns the tokens that a token of a prompt sees, up to and including itself."""
+    everything = prompt[: position + 1]
+    if not params:
+        return everything
+    lengths, mode, again = params["chunk_lengths"], params.get("chunk_mode", "alone"), params.get("chunk_recompute", "none")
+    system = start = lengths[0]
+    for number, length in enumerate(lengths[1:]):
+        if start <= position < start + length:
+            break
+        start += length
+    else:
+        return everything
+    if again.startswith("question:") and position in _chosen(tuple(prompt), json.dumps(params)):
+        return everything
+    if again.startswith("link:") and position < start + int(again[5:]) and (mode != "with-system" or number > 0):
+        return everything
+    before = {"alone": 0, "with-system": system}.get(mode)
+    before = min(int(mode[5:]), system) if before is None else before
+    return [*prompt[:before], *prompt[start : position + 1]]
+
+
+@functools.cache
+def _chosen(prompt: tuple[int, ...], params: str) -> set[int]:
+    """Returns the tokens that the question of a prompt chooses."""
+    plan = plan_of(json.loads(params), prompt)
+    places = [place for part in plan.apart() for place in range(part.start, part.end)]
+    return set(choice(list(prompt), plan.question_start, places, plan.chosen_tokens()))

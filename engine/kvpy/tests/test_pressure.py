@@ -1,0 +1,320 @@
+"""The connector under pressure: small limits, other requests' evictions, aborts. Every request is answered, and
+as if there were room for everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+
+import pytest
+from fake_engine import ROW, SIZE, Engine, Roomy, context
+
+ROOMY = Roomy()
+
+
+def prompt(lengths: list[int], first: int = 10, question: int = 6) -> list[int]:
+    """Returns a prompt whose parts, of these lengths, are consecutive tokens from ``first`` on, with a question."""
+    return [*range(first, first + sum(lengths)), *range(3, 3 + question)]
+
+
+def answers(engine: Engine, asked: dict[str, tuple[list[int], dict | None]], *, refused: tuple[str, ...] = ()) -> None:
+    """Checks the answers of requests, given as their prompts and parameters. The ones in ``refused`` must have
+    been answered without chunks."""
+    for name, (tokens, params) in asked.items():
+        got, said = engine.answers[name]
+        error = (said or {}).get("chunk_error")
+        assert (error is not None) == (name in refused), f"{name}: {said}"
+        right = ROOMY.answer(tokens, len(got), context(engine.weights, None, {}), None if error else params)
+        assert got == right, f"{name} is answered {got} instead of {right}"
+
+
+def nothing_held(engine: Engine) -> None:
+    for _ in range(3):
+        engine.step()
+    side = engine.side
+    assert not side.requests and not side.saving and not side.loads, "something is kept of requests that have ended"
+    assert len(engine.kv_cache_manager.unused) == len(engine.kv_cache_manager.holders) - 1, "blocks of the engine are held"
+    side.chunks.cache.check_invariants()
+    side.reset()
+    assert side.chunks.cache.get_metrics().used_blocks == 0, "rows of chunks are held"
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "encodes"),
+    [
+        ({"max_chunks": 1}, [20, 30, 40], 3),
+        ({"max_chunks": 2}, [20, 30, 40, 50], 4),
+        # Each chunk has several pieces, and the index holds one.
+        ({"max_chunks": 1, "max_chunk_tokens": 8}, [20, 30, 40], 3),
+        ({"max_chunks": 3, "max_chunk_tokens": 16}, [5, 100], 2),
+        # The arena has exactly as many blocks as the request needs.
+        ({"host_memory": (24 + 32 + 40) * ROW}, [20, 30, 40], 3),
+        ({"host_memory": (24 + 32 + 40) * ROW, "max_chunks": 1}, [20, 30, 40], 3),
+    ],
+)
+def test_a_request_ends_however_few_pieces_are_kept(settings: dict, lengths: list[int], encodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, **settings)
+    tokens, params = prompt(lengths), {"chunk_lengths": lengths}
+    engine.ask("one", tokens, **params)
+    engine.run(100)
+    assert engine.encodes == encodes
+    answers(engine, {"one": (tokens, params)})
+    nothing_held(engine)
+
+
+def test_requests_that_fill_the_index_together_both_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has six parts, and the index holds eight."""
+    engine = Engine(monkeypatch, max_chunks=8)
+    asked = {}
+    for number, name in enumerate(("first", "second")):
+        lengths = [7, 9, 11, 13, 15, 17]
+        asked[name] = (prompt(lengths, first=10 + 100 * number), {"chunk_lengths": lengths})
+        engine.ask(name, asked[name][0], count=20, **asked[name][1])
+    for _ in range(10):
+        engine.step()
+    assert len(engine.running) == 2, "one waits until the other has ended"
+    engine.run(100)
+    assert engine.encodes == 12
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_what_others_evict_between_two_steps_is_handed_over_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each step, everything that is not held is evicted."""
+    engine = Engine(monkeypatch, step_tokens=16)
+    asked = {}
+    for number, lengths in enumerate(([20, 30, 40], [20, 30, 60], [20, 40])):
+        asked[f"{number}"] = (prompt(lengths), {"chunk_lengths": lengths})
+        engine.ask(f"{number}", asked[f"{number}"][0], **asked[f"{number}"][1])
+    for _ in range(100):
+        engine.step()
+        while engine.side.chunks.cache.evict_lru():
+            pass
+    assert not engine.requests and engine.encodes == 5, f"{sorted(engine.requests)}, {engine.encodes} encodes"
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_a_request_waits_for_room_until_others_have_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of five requests needs the whole memory."""
+    engine = Engine(monkeypatch, host_memory=(24 + 32 + 40) * ROW, delay=lambda: 3)
+    asked = {}
+    for number in range(5):
+        lengths = [20, 30, 40]
+        asked[f"{number}"] = (prompt(lengths, first=10 + 90 * number), {"chunk_lengths": lengths})
+        engine.ask(f"{number}", asked[f"{number}"][0], count=4, **asked[f"{number}"][1])
+    engine.run(300)
+    assert engine.encodes == 15
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lengths", "reason"),
+    [
+        ({"host_memory": 40 * ROW}, [20, 30, 40], "the chunks take 96 tokens of host memory, which holds 40"),
+        ({"host_memory": SIZE * ROW}, [5, 9], "the chunks take 24 tokens of host memory, which holds 8"),
+        ({"host_memory": 88 * ROW, "max_chunk_tokens": SIZE}, [20, 30, 40], "take 96 tokens of host memory, which holds 88"),
+    ],
+)
+def test_a_request_that_never_fits_goes_on_without_chunks_at_once(settings: dict, lengths: list[int], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, **settings)
+    engine.ask("one", prompt(lengths), chunk_lengths=lengths)
+    engine.run(10)
+    assert engine.encodes == 0 and reason in engine.answers["one"][1]["chunk_error"]
+    answers(engine, {"one": (prompt(lengths), None)}, refused=("one",))
+    nothing_held(engine)
+
+
+def test_a_request_whose_encodes_are_aborted_twice_goes_on_without_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, step_tokens=8)
+    for name in ("one", "two"):
+        engine.ask(name, prompt([20, 30, 40]), chunk_lengths=[20, 30, 40])
+    for _ in range(2):
+        engine.step()
+        engine.abort(*[name for name in list(engine.requests) if "encode" in name])
+    engine.run(100)
+    reason = engine.answers["one"][1]["chunk_error"]
+    assert "aborted" in reason
+    answers(engine, {name: (prompt([20, 30, 40]), None) for name in ("one", "two")}, refused=("one", "two"))
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "first"),
+    [
+        ([4] + [1] * 400, 10),
+        ([400, 40], 10),
+    ],
+)
+def test_prompts_of_very_many_or_very_long_parts_are_answered(lengths: list[int], first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, max_chunk_tokens=1 if lengths[0] == 400 else 4096, host_memory=8192 * ROW)
+    asked = {"one": (prompt(lengths, first), {"chunk_lengths": lengths})}
+    engine.ask("one", asked["one"][0], **asked["one"][1])
+    engine.run(300)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_a_chunk_may_equal_the_system_prompt_or_another_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    one = list(range(10, 30))
+    tokens, params = [*one, *one, *range(40, 50), *one, 3, 4, 5], {"chunk_lengths": [20, 20, 10, 20]}
+    engine.ask("one", tokens, **params)
+    engine.run(50)
+    assert engine.encodes == 2
+    answers(engine, {"one": (tokens, params)})
+    nothing_held(engine)
+
+
+def old_salt(tokens: list[int], lengths: list[int]) -> str:
+    """Returns a hash of everything that a request with chunks depends on, as a client can compute it."""
+    ends = list(itertools.accumulate(lengths))
+    what = json.dumps(["kvcache chunks v2", None, "alone", "none", ends, []])
+    return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("chunks_first", [True, False])
+def test_no_salt_of_a_client_leads_to_blocks_of_the_connector(chunks_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients give salts that the connector uses, that look like them, or that could be guessed."""
+    engine = Engine(monkeypatch)
+    tokens, params = prompt([20, 30, 40]), {"chunk_lengths": [20, 30, 40]}
+
+    def chunks(name: str) -> str:
+        engine.ask(name, tokens, **params)
+        salt = engine.requests[name].cache_salt
+        engine.run(50)
+        return salt
+
+    # A subscriber of vLLM's events sees the salt.
+    seen = [chunks("seen")] if chunks_first else []
+    engine.failing = lambda: chunks_first
+    if chunks_first:
+        engine.ask("mixed", prompt([20, 35, 40], first=200), chunk_lengths=[20, 35, 40])
+        engine.step()
+        engine.run(50)
+    engine.failing = lambda: False
+    guessed = [old_salt(tokens, [20, 30, 40]), "kvcache:", "kvcache:" + "0" * 64, *(f"kvcache-mixed-{n}" for n in range(30))]
+    plain = {}
+    for number, salt in enumerate([*seen, *guessed]):
+        name = f"plain-{number}"
+        engine.ask(name, tokens, salt=salt)
+        # Clients with different salts share nothing, and clients with the same salt do.
+        engine.ask(f"{name}-again", tokens, salt=salt)
+        plain |= {name: (tokens, None), f"{name}-again": (tokens, None)}
+        used = engine.requests[name].cache_salt
+        assert used == engine.requests[f"{name}-again"].cache_salt and used not in seen
+        engine.run(50)
+    chunks("after")
+    answers(engine, plain | {"after": (tokens, params)})
+    nothing_held(engine)
+
+
+def test_names_of_the_connector_cannot_be_guessed_and_show_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for _ in range(2):
+        engine = Engine(monkeypatch)
+        engine.ask("one", prompt([20, 30, 40]), chunk_lengths=[20, 30, 40])
+        names.append({*engine.requests, engine.requests["one"].cache_salt} - {"one"})
+        secret = engine.side.names.secret.hex()
+        assert not any(secret in name or name in secret for name in names[-1])
+    assert len(names[0]) == len(names[1]) == 4 and not names[0] & names[1], "another process has other names"
+
+
+def test_a_client_may_use_the_ids_of_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    tokens, params = prompt([20, 30, 40]), {"chunk_lengths": [20, 30, 40]}
+    asked = {f"kvcache-encode-{number}": (tokens[number:], None) for number in range(6)}
+    asked |= {"kvcache-prefix-0": (tokens, None)}
+    for name, (own, _) in asked.items():
+        engine.ask(name, own)
+    engine.ask("one", tokens, **params)
+    engine.run(50)
+    answers(engine, asked | {"one": (tokens, params)})
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("recompute", ["none", "link:4"])
+def test_rows_are_let_go_when_they_are_in_the_blocks_of_the_engine(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory has room for one request, and three generate at the same time."""
+    engine = Engine(monkeypatch, host_memory=(24 + 32 + 40) * ROW)
+    lengths, asked = [20, 30, 40], {}
+    for number in range(3):
+        name, params = f"{number}", {"chunk_lengths": lengths, "chunk_recompute": recompute}
+        asked[name] = (prompt(lengths, first=10 + 90 * number), params)
+        engine.ask(name, asked[name][0], count=40, **params)
+        for _ in range(6):
+            engine.step()
+        # The rows stay in memory, where later requests find them, but nobody holds them.
+        assert not engine.side.chunks.pieces.states and len(engine.running) == number + 1
+    engine.run(100)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_rows_are_asked_for_again_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, blocks=32, host_memory=(24 + 32 + 40) * ROW)
+    lengths, asked = [20, 30, 40], {}
+    for number in range(3):
+        asked[f"{number}"] = (prompt(lengths, first=10 + 90 * number), {"chunk_lengths": lengths})
+        engine.ask(f"{number}", asked[f"{number}"][0], count=60, **asked[f"{number}"][1])
+    engine.run(1_000)
+    assert engine.preemptions > 0
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_a_request_that_finds_everything_in_the_engines_own_cache_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    lengths = [24, 32, 40]
+    asked = {name: (prompt(lengths), {"chunk_lengths": lengths}) for name in ("first", "second")}
+    for name, (tokens, params) in asked.items():
+        engine.ask(name, tokens, count=20, **params)
+        for _ in range(6):
+            engine.step()
+        assert not engine.side.chunks.pieces.states
+    engine.run(50)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("step_tokens", [8, 20, 64, 256])
+@pytest.mark.parametrize("mode", ["alone", "with-system"])
+def test_what_a_question_chooses_does_not_depend_on_the_step(step_tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other requests leave room for a few tokens of a long question, or for none."""
+    engine, lengths, asked = Engine(monkeypatch, step_tokens=step_tokens, blocks=80), [20, 30, 40], {}
+    for number in range(3):
+        asked[f"plain-{number}"] = (list(range(100 + 50 * number, 137 + 50 * number)), None)
+        engine.ask(f"plain-{number}", asked[f"plain-{number}"][0], count=30)
+    params = {"chunk_lengths": lengths, "chunk_mode": mode, "chunk_recompute": "question:0.5"}
+    for name in ("once", "again"):
+        asked[name] = (prompt(lengths, question=80), params)
+        engine.ask(name, asked[name][0], count=20, **params)
+        for _ in range(9):
+            engine.step()
+    engine.run(500)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("recompute", ["none", "link:4", "question:0.5"])
+def test_a_prompt_without_a_system_prompt_is_served(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = Engine(monkeypatch), {}
+    for name, tokens in (("first", prompt([30, 40])), ("turned", [*range(40, 80), *range(10, 40), 3, 4])):
+        lengths = [0, 30, 40] if name == "first" else [0, 40, 30]
+        asked[name] = (tokens, {"chunk_lengths": lengths, "chunk_recompute": recompute})
+        engine.ask(name, tokens, **asked[name][1])
+        engine.run(50)
+    assert engine.encodes == 2
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_misspelt_fields_are_told_to_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    engine.ask("one", prompt([20, 30]), chunk_length=[20, 30])
+    engine.run(50)
+    assert "did you mean chunk_lengths?" in engine.answers["one"][1]["chunk_error"]
+    answers(engine, {"one": (prompt([20, 30]), None)}, refused=("one",))

@@ -1,0 +1,170 @@
+"""Random requests under random limits: with and without chunks, aborts, preemption, resets, failing copies, salts
+and adapters. Every request is answered as in an engine with room for everything, nothing stays held, and the
+counters are those of a model.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from fake_engine import ROW, SIZE, Engine, Roomy, context
+from test_pressure import nothing_held
+
+from kvcache.vllm.stats import COUNTERS
+
+REQUESTS = 260
+SEEDS = 8
+ROOMY = Roomy()
+SALTS = [None, None, None, "alice", "bob", "kvcache:", "kvcache:" + "0" * 64]
+
+
+class Traffic:
+    """Requests and everything that happens to them."""
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch, folder: pathlib.Path) -> None:
+        self.draw = draw = random.Random(seed)
+        self.with_adapters, self.has_failures = seed % 2 == 1, seed % 4 >= 2
+        self.folder = folder
+        self.engine = Engine(
+            monkeypatch,
+            blocks=draw.choice([34, 40, 64]),
+            step_tokens=draw.choice([16, 40, 128]),
+            max_running=draw.choice([3, 8]),
+            delay=lambda: draw.choice([0, 0, 1, 4]),
+            lora=object() if self.with_adapters else None,
+            host_memory=draw.choice([20, 28, 60]) * SIZE * ROW,
+            max_chunks=draw.choice([1, 4, 100]),
+            max_chunk_tokens=draw.choice([SIZE, 24, 4096]),
+            cache_policy=draw.choice(["lru", "tiny-lfu", "s3-fifo", "priority"]),
+            prefix_memory=draw.choice([0, 20, 60, 60]) * SIZE * ROW,
+        )
+        if self.with_adapters:
+            for name in ("a", "b"):
+                (folder / name).mkdir()
+            self.engine.adapters = {"a": 0, "b": 0}
+        if self.has_failures:
+            self.engine.failing = lambda: draw.random() < 0.03
+        self.asked: dict[str, tuple[list[int], dict | None, str | None]] = {}
+        self.turns: dict[str, list[tuple[int, tuple[int, ...], bool]]] = {}
+        """The number of answer tokens of each request when something changed, and what holds from then on: the
+        weights and the adapter, and whether there are chunks."""
+        self.sums: Counter[str] = Counter()
+        self.hot: list[list[list[int]]] = []
+        """Prompts that are asked again and again."""
+        self.documents = [[draw.randrange(10, 500) for _ in range(draw.choice([3, 8, 13, 24, 40]))] for _ in range(7)]
+
+    def parts(self) -> list[list[int]]:
+        if len(self.hot) < 4:
+            self.hot.append([self.draw.choice(self.documents) for _ in range(self.draw.randrange(2, 5))])
+        elif self.draw.random() < 0.5:
+            return self.draw.choice(self.hot)
+        return [self.draw.choice(self.documents) for _ in range(self.draw.randrange(2, 5))]
+
+    def params(self, parts: list[list[int]]) -> dict | None:
+        draw = self.draw
+        if draw.random() < 0.4:
+            return None
+        params = {"chunk_lengths": [len(part) for part in parts], "chunk_mode": draw.choice(["alone", "alone", "with-system", "sink:2"])}
+        # Adapters rule recomputing out, and a copy that fails before it leaves a request with both kinds of rows.
+        if not self.with_adapters and not self.has_failures:
+            params["chunk_recompute"] = draw.choice(["none", "none", "link:3", "question:0.3"])
+        if draw.random() < 0.05:
+            params["chunk_lengths"] = [1, 900]
+        return params
+
+    def ask(self) -> None:
+        draw, name, parts = self.draw, f"{len(self.asked)}", self.parts()
+        tokens = [token for part in parts for token in part] + [draw.randrange(10, 500) for _ in range(draw.choice([1, 5, 20]))]
+        params, adapter = self.params(parts), draw.choice(["a", "b", None]) if self.with_adapters else None
+        self.asked[name] = (tokens, params, adapter)
+        lora = SimpleNamespace(lora_name=adapter, lora_path=str(self.folder / adapter), lora_int_id=1) if adapter else None
+        self.engine.ask(name, tokens, count=draw.choice([1, 3, 12, 30]), salt=draw.choice(SALTS), adapter=lora, **(params or {}))
+        self.turn(name)
+
+    def turn(self, name: str) -> None:
+        """Notes what holds for a request from now on."""
+        request, (_, params, adapter) = self.engine.requests[name], self.asked[name]
+        refused = self.engine.side.requests[name].refused is not None
+        where = context(self.engine.weights, adapter, self.engine.adapters)
+        turns, now = self.turns.setdefault(name, []), (where, params is not None and not refused)
+        if not turns or turns[-1][1:] != now:
+            turns.append((len(request.output_token_ids), *now))
+
+    def turns_of_all(self) -> None:
+        for name in self.engine.requests:
+            if name in self.asked and name not in self.engine.aborted:
+                self.turn(name)
+
+    def step(self) -> None:
+        self.engine.step()
+        self.turns_of_all()
+        report = self.engine.side.stats()
+        if report is not None:
+            self.sums.update({name: value for name, value in report.data.items() if name in COUNTERS})
+
+    def reset(self) -> None:
+        assert self.engine.reset(new_weights=True)
+        self.turns_of_all()
+
+    def run(self) -> None:
+        draw, engine = self.draw, self.engine
+        while len(self.asked) < REQUESTS:
+            for _ in range(draw.choice([1, 1, 2, 4])):
+                self.ask()
+            for _ in range(draw.randrange(12)):
+                self.step()
+            running = [name for name in engine.requests if name not in engine.aborted]
+            if running and draw.random() < 0.15:
+                # Also an encode of the connector, now and then.
+                engine.abort(draw.choice(running))
+                self.turns_of_all()
+            if draw.random() < 0.02:
+                self.reset()
+        for _ in range(8_000):
+            if not engine.requests:
+                return
+            self.step()
+        raise AssertionError(f"{sorted(engine.requests)} have not ended")
+
+    def expected(self, name: str, count: int) -> list[int]:
+        tokens, params, _ = self.asked[name]
+        answer: list[int] = []
+        turns = [*self.turns[name], (count, (), False)]
+        for (_, where, has_chunks), (end, *_) in zip(turns, turns[1:]):
+            if end > len(answer):
+                answer += ROOMY.answer(tokens, end - len(answer), where, params if has_chunks else None, answer)
+        return answer
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_requests_are_answered_as_if_there_were_room(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    assert REQUESTS * SEEDS >= 2_000
+    traffic = Traffic(seed, monkeypatch, tmp_path)
+    traffic.run()
+    engine, said_sums, refused = traffic.engine, Counter(), 0
+    for name, (tokens, params, _) in traffic.asked.items():
+        got, said = engine.answers[name]
+        error = (said or {}).get("chunk_error")
+        refused += error is not None
+        said_sums.update({f"{key}": value for key, value in (said or {}).items() if key != "chunk_error"})
+        if said and error is None:
+            assert sum(said.values()) == sum(params["chunk_lengths"])
+        if name not in engine.aborted:
+            assert (said is None) == (params is None), f"{name}: {said}"
+            assert got == traffic.expected(name, len(got)), f"{name}: {json.dumps(params)}, {traffic.turns[name]}, {said}"
+    assert len(engine.answers) - engine.encodes == len(traffic.asked)
+    counted = {name: traffic.sums[name] for name in ("chunk_tokens_reused", "chunk_tokens_computed", "chunk_requests_refused", "prefix_tokens_found")}
+    assert counted == {
+        "chunk_tokens_reused": said_sums["chunk_tokens_reused"],
+        "chunk_tokens_computed": said_sums["chunk_tokens_computed"],
+        "chunk_requests_refused": refused,
+        "prefix_tokens_found": engine.arrived,
+    }
+    # Requests that could have been served were, unless they asked for it or something failed.
+    assert refused < 0.15 * len(traffic.asked), f"{refused} requests were answered without chunks"
+    nothing_held(engine)

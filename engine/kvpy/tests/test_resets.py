@@ -1,0 +1,154 @@
+"""Resets, at any moment: nothing that was computed before is used afterwards, and every request goes on."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from fake_engine import ROW, Engine, Roomy, context
+from test_pressure import nothing_held, prompt
+
+ROOMY = Roomy()
+LENGTHS = [20, 30, 40]
+
+
+class Reset:
+    """Requests of all kinds, a reset after some steps, and the answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int, **settings: object) -> None:
+        delays = itertools.cycle([0, 3, 1])
+        self.engine = Engine(monkeypatch, delay=lambda: next(delays), prefix_memory=200 * 8 * ROW, **settings)
+        plain = [*range(300, 360), 4]
+        self.asked = {
+            "chunks": (prompt(LENGTHS), {"chunk_lengths": LENGTHS}),
+            "linked": (prompt(LENGTHS), {"chunk_lengths": LENGTHS, "chunk_recompute": "link:4"}),
+            "turned": ([*range(10, 30), *range(60, 100), *range(30, 60), 3, 4, 5], {"chunk_lengths": [20, 40, 30]}),
+            "plain": (plain, None),
+            "plain-again": ([*plain, 5, 6], None),
+        }
+        self.told: dict[str, list[int]] = {}
+        # What the first requests leave is found by the others.
+        for name in ("chunks", "plain"):
+            self.engine.ask(f"before-{name}", self.asked[name][0], count=1, **(self.asked[name][1] or {}))
+        self.engine.run(50)
+        self.engine.kv_cache_manager.reset()
+        for name, (tokens, params) in self.asked.items():
+            self.engine.ask(name, tokens, count=6, **(params or {}))
+        for _ in range(steps):
+            self.engine.step()
+        self.told = {name: list(request.output_token_ids) for name, request in self.engine.requests.items()}
+
+    def check(self) -> None:
+        """Checks that answers go on with the new weights."""
+        self.engine.run(200)
+        for name, (tokens, params) in self.asked.items():
+            got, said = self.engine.answers[name]
+            assert "chunk_error" not in (said or {}), f"{name}: {said}"
+            if name in self.told:
+                old = self.told[name]
+                rest = ROOMY.answer(tokens, 6 - len(old), context(1, None, {}), params, old)
+                assert got == [*old, *rest], f"{name} uses what was computed before the reset"
+
+
+@pytest.mark.parametrize("steps", range(14))
+@pytest.mark.parametrize("settings", [{}, {"step_tokens": 16}, {"max_chunks": 2, "step_tokens": 40}])
+def test_nothing_from_before_a_reset_is_used_after_it(steps: int, settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    reset = Reset(monkeypatch, steps, **settings)
+    engine = reset.engine
+    assert engine.reset(new_weights=True) is True
+    # Everything is free at once, also what was held or on its way.
+    counts = engine.side.prefixes.pool.counts()
+    assert counts["free"] == counts["total"] and engine.side.chunks.cache.get_metrics().used_blocks == 0
+    reset.check()
+    for name, (tokens, params) in reset.asked.items():
+        engine.ask(f"{name}-after", tokens, count=3, **(params or {}))
+    engine.run(200)
+    for name, (tokens, params) in reset.asked.items():
+        assert engine.answers[f"{name}-after"][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
+    nothing_held(engine)
+
+
+def test_two_resets_in_a_row_and_a_reset_of_nothing_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset = Reset(monkeypatch, 3)
+    assert reset.engine.reset(new_weights=True) and reset.engine.reset()
+    reset.check()
+    assert reset.engine.reset()
+    nothing_held(reset.engine)
+
+
+def test_blocks_of_a_request_that_runs_on_are_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reset of the connector alone: vLLM keeps the old blocks of requests that run, and the tier must not get
+    them."""
+    engine = Engine(monkeypatch, prefix_memory=200 * 8 * ROW)
+    engine.ask("plain", list(range(10, 50)), count=40)
+    for _ in range(4):
+        engine.step()
+    assert engine.connector.reset_cache() is True
+    engine.run(100)
+    assert engine.side.prefixes.pool.counts()["cached"] == 0
+    engine.kv_cache_manager.reset()
+    engine.ask("again", list(range(10, 50)), count=40)
+    engine.run(100)
+    assert engine.side.prefixes.pool.counts()["cached"] > 0, "requests after the reset are saved as ever"
+
+
+def test_a_reset_reaches_the_choices_of_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch)
+    engine.ask("one", prompt(LENGTHS), chunk_lengths=LENGTHS, chunk_recompute="question:0.5")
+    engine.run(50)
+    assert engine.recomputer.chosen
+    engine.reset()
+    engine.ask("plain", [3, 4, 5])
+    engine.run(50)
+    assert not engine.recomputer.chosen
+
+
+def test_a_request_that_waits_for_room_after_its_copy_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has seen the end of the copy, and has no block for the rest of the request."""
+    for params in ({"chunk_lengths": LENGTHS}, None):
+        engine = Engine(monkeypatch, blocks=40, prefix_memory=200 * 8 * ROW)
+        # The question needs blocks that the rows do not.
+        tokens = prompt(LENGTHS, question=30)
+        engine.ask("before", tokens[:100], count=1, **(params or {}))
+        engine.run(50)
+        engine.kv_cache_manager.reset()
+        engine.ask("one", tokens, count=3, **(params or {}))
+        engine.step()
+        assert "one" in engine.receiving
+        engine.kv_cache_manager.tables["other"] = taken = list(engine.kv_cache_manager.unused)
+        engine.kv_cache_manager.unused.clear()
+        engine.step()
+        engine.step()
+        assert "one" not in engine.receiving and not engine.running, "it has been promoted, and does not run"
+        assert engine.connector.reset_cache() is True
+        engine.weights += 1
+        del engine.kv_cache_manager.tables["other"]
+        engine.kv_cache_manager.unused.update(dict.fromkeys(taken))
+        engine.run(50)
+        assert engine.answers["one"][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
+        nothing_held(engine)
+
+
+@pytest.mark.parametrize("params", [{"chunk_lengths": LENGTHS}, {"chunk_lengths": LENGTHS, "chunk_mode": "with-system"}, None])
+def test_nothing_old_is_found_when_vllm_refused_its_own_reset(params: dict | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request runs on, so vLLM keeps its cache, and resets the connector all the same."""
+    engine = Engine(monkeypatch, prefix_memory=200 * 8 * ROW)
+    tokens = prompt(LENGTHS)
+    engine.ask("before", tokens, count=1, **(params or {}))
+    engine.run(50)
+    engine.ask("runs-on", list(range(300, 340)), count=30)
+    for _ in range(3):
+        engine.step()
+    assert not engine.kv_cache_manager.reset() and engine.connector.reset_cache() is True
+    engine.weights += 1
+    for name in ("after", "again"):
+        engine.ask(name, tokens, count=3, **(params or {}))
+        for _ in range(12):
+            engine.step()
+        assert engine.answers[name][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
+    engine.run(50)
+    engine.kv_cache_manager.reset()
+    engine.ask("from-the-tier", tokens, count=3, **(params or {}))
+    engine.run(50)
+    assert engine.answers["from-the-tier"][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
+    nothing_held(engine)

@@ -1,0 +1,165 @@
+"""The tier for ordinary prompts under pressure: which blocks leave, and what is found."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_engine import ROW, SIZE, Engine, Roomy, context
+
+from kvcache import BlockPool
+
+ROOMY = Roomy()
+BLOCK = SIZE * ROW
+POLICIES = ["lru", "tiny-lfu", "s3-fifo", "priority"]
+
+
+def engine_of(monkeypatch: pytest.MonkeyPatch, tier: int, policy: str = "lru", **settings: object) -> Engine:
+    """Returns an engine with a tier of this many blocks."""
+    return Engine(monkeypatch, prefix_memory=tier * BLOCK, cache_policy=policy, **settings)
+
+
+def found(engine: Engine, name: str, tokens: list[int]) -> int:
+    """Asks a prompt when the engine itself has nothing, and returns the number of tokens found in the tier."""
+    engine.kv_cache_manager.reset()
+    before = engine.side.prefixes.tokens_found
+    engine.ask(name, tokens, count=1)
+    engine.run(50)
+    answer = engine.answers[name][0]
+    assert answer == ROOMY.answer(tokens, 1, context(engine.weights, None, {}), None)
+    return engine.side.prefixes.tokens_found - before
+
+
+def nothing_lost(engine: Engine, prompts: list[list[int]]) -> None:
+    """Checks that every block in the tier can be found from the beginning of a prompt."""
+    tier, reachable = engine.side.prefixes, set()
+    root = tier.roots.of(type("Plain", (), {"lora_request": None, "cache_salt": None}))
+    from kvcache import prefix_keys
+
+    for tokens in prompts:
+        hold = tier.pool.lookup(prefix_keys(root, tokens, SIZE))
+        reachable.update(hold.ids)
+        hold.release()
+    counts = tier.pool.counts()
+    assert counts["total"] - counts["free"] - counts["mutable"] == len(reachable), "blocks are kept that nothing finds"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("step_tokens", [SIZE, 256])
+def test_a_prompt_leaves_from_its_end(policy: str, step_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(monkeypatch, 8, policy, step_tokens=step_tokens)
+    first, second = list(range(10, 10 + 8 * SIZE)), list(range(200, 200 + 2 * SIZE))
+    for name, tokens in (("first", first), ("second", second)):
+        engine.ask(name, tokens, count=1)
+        engine.run(50)
+    nothing_lost(engine, [first, second])
+    assert engine.side.prefixes.pool.counts()["evictions"] == 2
+    assert found(engine, "again", [*first, 3]) == 6 * SIZE
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("blocks", [40, 512])
+def test_every_block_in_the_tier_is_found_under_random_traffic(policy: str, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts share beginnings, answers continue prompts, and vLLM has few or many blocks of its own."""
+    engine = engine_of(monkeypatch, 24, policy, blocks=blocks, step_tokens=64)
+    draw, prompts = random.Random(7), []
+    for number in range(120):
+        beginning = list(range(10, 10 + SIZE * draw.randrange(1, 6)))
+        tokens = [*beginning, *(draw.choice([100, 200, 300]) + n for n in range(draw.randrange(1, 40)))]
+        engine.ask(f"{number}", tokens, count=draw.choice([1, 12]))
+        prompts.append(tokens)
+        if number % 3 == 0:
+            engine.run(300)
+            if draw.random() < 0.3:
+                engine.kv_cache_manager.reset()
+            nothing_lost(engine, [[*tokens, *engine.answers[f"{n}"][0]] for n, tokens in enumerate(prompts)])
+    engine.run(300)
+    for number, tokens in enumerate(prompts):
+        count = len(engine.answers[f"{number}"][0])
+        assert engine.answers[f"{number}"][0] == ROOMY.answer(tokens, count, context(0, None, {}), None)
+    assert engine.side.prefixes.tokens_found > 0
+
+
+def test_a_hit_in_the_engines_own_cache_renews_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(monkeypatch, 12)
+    hot = list(range(10, 10 + 4 * SIZE))
+    engine.ask("hot", [*hot, 3], count=1)
+    engine.run(50)
+    for number in range(6):
+        engine.ask(f"cold-{number}", list(range(100 + 40 * number, 100 + 40 * number + 3 * SIZE)), count=1)
+        engine.run(50)
+        # The engine has the whole prompt, so nothing is copied.
+        engine.ask(f"hot-{number}", [*hot, 3], count=1)
+        engine.run(50)
+    assert engine.side.prefixes.tokens_found == 0 and engine.side.prefixes.pool.counts()["evictions"] > 6
+    assert engine.side.prefixes.blocks_saved == 4 + 6 * 3, "the prompt left, and was saved again"
+    assert found(engine, "again", [*hot, 3]) == 4 * SIZE
+
+
+def test_a_prompt_larger_than_the_tier_keeps_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(monkeypatch, 5, step_tokens=16)
+    tokens = list(range(10, 10 + 12 * SIZE))
+    engine.ask("long", tokens, count=1)
+    engine.run(50)
+    assert found(engine, "again", tokens) == 5 * SIZE
+    nothing_lost(engine, [tokens])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_pool_of_chains_evicts_from_their_ends(policy: str) -> None:
+    pool = BlockPool(8, policy=policy, chains=True)
+    keys = [bytes([n]) * 32 for n in range(8)]
+    for number, key in enumerate(keys):
+        pool.allocate(1).register([key], keys[number - 1] if number else None).release()
+    held = pool.allocate(3)
+    assert pool.cached_prefix(keys) == 5
+    held.release()
+    with pytest.raises(ValueError, match="no ttl"):
+        BlockPool(8, ttl=1.0, chains=True)
+
+
+class Router:
+    """A router's view of the tier, from events: the tokens of each block, by hash."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.blocks = engine, {}
+
+    def follow(self) -> None:
+        for event in self.engine.connector.take_events():
+            assert event.medium == "CPU" and event.group_idx == 0
+            if type(event).__name__ == "BlockStored":
+                (block,) = event.block_hashes
+                assert block not in self.blocks and (event.parent_block_hash is None or event.parent_block_hash in self.blocks)
+                assert len(event.token_ids) == event.block_size == SIZE and event.extra_keys is None
+                self.blocks[block] = event.token_ids
+            else:
+                for block in event.block_hashes:
+                    del self.blocks[block]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_events_of_the_tier_follow_its_blocks(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(monkeypatch, 12, policy, has_events=True, blocks=60)
+    router, draw = Router(engine), random.Random(3)
+    for number in range(60):
+        tokens = [*range(10, 10 + SIZE * draw.randrange(1, 6)), *(draw.choice([100, 300]) + n for n in range(draw.randrange(1, 40)))]
+        engine.ask(f"{number}", tokens, count=draw.choice([1, 12]), salt=draw.choice([None, "alice"]))
+        engine.ask(f"{number}-chunks", tokens, chunk_lengths=[3, 4])
+        for _ in range(50):
+            engine.step()
+            router.follow()
+            assert len(router.blocks) == engine.side.prefixes.pool.counts()["cached"], "nothing is held between steps"
+        if number == 40:
+            engine.reset()
+            router.follow()
+            assert not router.blocks
+    found = {tuple(tokens) for tokens in router.blocks.values()}
+    assert tuple(range(10, 10 + SIZE)) in found
+
+
+def test_a_host_without_events_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(monkeypatch, 12)
+    engine.ask("one", list(range(10, 60)))
+    engine.run(50)
+    assert list(engine.connector.take_events()) == [] and engine.side.prefixes.pool.take_events() == []
+    assert list(Engine(monkeypatch).connector.take_events()) == []

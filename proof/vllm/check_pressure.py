@@ -1,0 +1,310 @@
+"""Checks the connector inside a real vLLM on a CPU under pressure: small limits, requests of several clients,
+resets. Run by ``check_connector.py``.
+
+``engine/kvpy/tests/test_pressure.py`` makes the same requests without vLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_connector import BLOCK, Checks, Host, answer, token_bytes
+from safetensors.torch import save_file
+from tiny import SIZE
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.lora.request import LoRARequest
+
+from kvcache.vllm.gate import reference
+from kvcache.vllm.gate.compare import Answer
+
+
+class PressureChecks(Checks):
+    numbers = itertools.count()
+
+    def host(self, blocks_of_memory: int = 128, **settings) -> Host:
+        return Host(self.path, host_memory=blocks_of_memory * BLOCK * token_bytes(self.model.config, "float32"), **settings)
+
+    def bounded(self, host: Host, *asked, most: int = 200) -> list:
+        """Answers requests in at most ``most`` steps. Returns ``None`` for each request that has not ended."""
+        names, outs = [self.add(host, *one) for one in asked], {}
+        for _ in range(most):
+            if len(outs) == len(names):
+                break
+            outs |= self.step(host)
+        host.llm.llm_engine.abort_request([name for name in names if name not in outs])
+        return [outs.get(name) for name in names]
+
+    def add(self, host: Host, prompt: dict, sampling) -> str:
+        """Adds a request and returns its name."""
+        name = f"pressure-{next(self.numbers)}"
+        host.llm.llm_engine.add_request(name, prompt, sampling)
+        return name
+
+    def step(self, host: Host) -> dict[str, Any]:
+        """Runs a step, and returns the requests that have ended, by name."""
+        return {out.request_id: out for out in host.llm.llm_engine.step() if out.finished}
+
+    def rest(self, host: Host) -> dict[str, Any]:
+        """Runs steps until every request has ended."""
+        outs = {}
+        while host.llm.llm_engine.has_unfinished_requests():
+            outs |= self.step(host)
+        return outs
+
+    def told(self, host: Host, name: str) -> list[int] | None:
+        """Returns the answer tokens of a request so far; ``None`` if it has ended."""
+        # vLLM adds a suffix to the names of requests.
+        own = [request for key, request in host.scheduler.requests.items() if key.startswith(name)]
+        return list(own[0].output_token_ids) if own else None
+
+    def encoded_once(self, host: Host, order: list[int]) -> None:
+        """Checks that the parts of these documents were computed once, and nothing else."""
+        tokens, computed = sum(map(len, self.case.parts(order))), host.side.chunks.cache.get_metrics().tokens_computed
+        self.say("every part is encoded once", None if computed == tokens else f"{computed} tokens instead of {tokens}")
+
+    def few_pieces(self) -> None:
+        """The index of chunks, or their memory, has room for less than the requests hold."""
+        for what, settings in (
+            ("one piece is kept", {"max_chunks": 1}),
+            ("pieces of 16 tokens, one is kept", {"max_chunks": 1, "max_chunk_tokens": 16}),
+            ("the memory is as large as the request", {"blocks_of_memory": 5}),
+        ):
+            host = self.host(**settings)
+            (out,) = self.bounded(host, self.case.prompt([0, 1], "alone"))
+            if out is None:
+                self.say(f"{what}: the request ends", "it is never answered")
+            else:
+                self.same(f"{what}: the request ends", answer(out), self.expected([0, 1], "alone"))
+            self.encoded_once(host, [0, 1])
+            self.say("nothing stays held", host.nothing_held())
+            host.close()
+
+    def full_index(self) -> None:
+        """Two requests hold more pieces together than are kept."""
+        host = self.host(max_chunks=4)
+        orders = ([0, 1], [2, 3])
+        outs = self.bounded(host, *(self.case.prompt(order, "alone", count=20) for order in orders))
+        for order, out in zip(orders, outs):
+            if out is None:
+                self.say(f"four pieces are kept, documents {order}", "the request is never answered")
+            else:
+                self.same(f"four pieces are kept, documents {order}", answer(out), self.expected(order, "alone", 20))
+        self.encoded_once(host, [0, 1, 2, 3])
+        self.say("nothing stays held", host.nothing_held())
+        host.close()
+
+    def forged_salts(self) -> None:
+        """A client gives the salt of a request with chunks, which it has seen in vLLM's events."""
+        host = self.host()
+        self.add(host, *self.case.prompt([0, 1], "alone"))
+        salt = next(one.request.cache_salt for one in host.side.requests.values() if one.chunks is not None)
+        self.rest(host)
+        prompt, sampling = self.case.prompt([0, 1], "plain")
+        (out,) = self.generate(host, ({**prompt, "cache_salt": salt}, sampling))
+        self.same("an ordinary request with the salt of one with chunks", answer(out), self.expected([0, 1], "plain"))
+        (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
+        self.same("a request with chunks after it", answer(out), self.expected([0, 1], "alone"))
+        secret = host.side.names.secret
+        self.say("the salt shows no secret", "it does" if secret.hex() in salt else None)
+        host.close()
+
+    def holds_end(self) -> None:
+        """Three requests generate at the same time, and the memory has room for one of them."""
+        host = self.host(5)
+        orders, names, outs = ([0, 1], [2], [3]), [], {}
+        for order in orders:
+            names.append(self.add(host, *self.case.prompt(order, "alone", count=60)))
+            for _ in range(10):
+                outs |= self.step(host)
+        running = len(host.scheduler.running)
+        self.say("all three run", None if running == 3 else f"{running} do")
+        outs |= self.rest(host)
+        for order, name in zip(orders, names):
+            self.same(f"memory for one of three, documents {order}", answer(outs[name]), self.expected(order, "alone", 60))
+        self.say("nothing stays held", host.nothing_held())
+        host.close()
+
+    def resets(self) -> None:
+        """New weights while a request with chunks is in any state: its answer goes on with the new ones."""
+        host = self.host(prefix_memory="8MiB")
+        engine = host.llm.llm_engine
+        core, weights = engine.engine_core.engine_core, get_kv_transfer_group()._worker.recomputer.runner.model
+        fault = refused = None
+        for steps in range(1, 8):
+            outs, modes = {}, {}
+            for mode in ("alone", "plain"):
+                modes[self.add(host, *self.case.prompt([0, 1], mode, count=12))] = mode
+            for _ in range(steps):
+                outs |= self.step(host)
+            before = {name: self.told(host, name) for name in modes}
+            try:
+                core.pause_scheduler(mode="keep", clear_cache=True)
+            except RuntimeError as error:
+                # vLLM itself refuses while rows are being copied in.
+                refused = refused or (None if "remote KV transfer" in str(error) else str(error))
+                core.resume_scheduler()
+                engine.abort_request(list(modes))
+                continue
+            for parameter in weights.parameters():
+                if parameter.dim() == 1:
+                    parameter.data.mul_(1.25)
+            core.resume_scheduler()
+            outs |= self.rest(host)
+            for name, old in before.items():
+                if old is None:
+                    continue
+                got = list(outs[name].outputs[0].token_ids)
+                prompt, sampling = self.case.prompt([0, 1], modes[name], count=12 - len(old))
+                prompt["prompt_token_ids"] = [*prompt["prompt_token_ids"], *old]
+                prompt["cache_salt"] = "apart"
+                (fresh,) = self.generate(host, (prompt, sampling))
+                right = [*old, *fresh.outputs[0].token_ids]
+                fault = fault or (None if got == right else f"{modes[name]} after {steps} steps: {got} instead of {right}")
+        self.say("a reset succeeds while requests run", refused)
+        self.say("answers go on with the new weights", fault)
+        self.say("nothing stays held", host.nothing_held())
+        host.close()
+
+    def chosen(self) -> None:
+        """A question chooses beside other requests, which leave room for a few of its tokens, as it does alone."""
+        if self.windowed:
+            return
+        own, self.case.question = self.case.question, self.case.text(80)
+        found = []
+        for others in (False, True):
+            host = self.host()
+            name, outs = self.add(host, *self.case.prompt([0, 1, 2], "alone", "question:0.3")), {}
+            for _ in range(12):
+                if others:
+                    _, sampling = self.case.prompt([0], "plain", count=1)
+                    self.add(host, {"prompt_token_ids": self.case.text(252)}, sampling)
+                outs |= self.step(host)
+            outs |= self.rest(host)
+            found.append(answer(outs[name]))
+            host.close()
+        self.case.question = own
+        self.same("a question beside other requests chooses as it does alone", found[1], found[0])
+
+    def counted(self) -> None:
+        """Counters are sums of what answers say, and what was asked."""
+        host, tokens = self.host(), sum(map(len, self.case.parts([0, 1])))
+
+        def counts() -> tuple[int, int]:
+            return tuple(host.counter(f"vllm:kvcache_chunk_tokens_{what}") for what in ("reused", "computed"))
+
+        for what, order, expected in (("cold", [0, 1], (0, tokens)), ("warm", [1, 0], (tokens, 0)), ("twice", [2, 2], None)):
+            before = counts()
+            (out,) = self.generate(host, self.case.prompt(order, "alone"))
+            one = len(self.case.documents[2])
+            expected = expected or (len(self.case.system) + one, one)
+            said = tuple(out.kv_transfer_params[f"chunk_tokens_{name}"] for name in ("reused", "computed"))
+            grown = tuple(after - old for after, old in zip(counts(), before))
+            self.say(f"{what}: {said} tokens reused and computed", None if said == grown == expected else f"counted {grown}, asked {expected}")
+        host.close()
+
+    def adapters(self) -> None:
+        """An adapter is replaced by another one in place."""
+        if self.model.config.model_type != "llama":
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            found = {}
+            for case in ("replaced", "fresh"):
+                host = self.host(options={"enable_lora": True, "max_lora_rank": 8})
+                for seed in (1, 2) if case == "replaced" else (2,):
+                    self.write_adapter(Path(folder), seed)
+                    lora = LoRARequest("adapter", 1, folder, load_inplace=True)
+                    host.llm.llm_engine.add_lora(lora)
+                    prompt, sampling = self.case.prompt([0, 1], "alone")
+                    (out,) = host.llm.generate([prompt], [sampling], lora_request=lora, use_tqdm=False)
+                    found[case, seed] = answer(out)
+                host.close()
+        self.same("an adapter that was replaced in place", found["replaced", 2], found["fresh", 2])
+        differs = found["replaced", 1].tokens != found["replaced", 2].tokens
+        self.say("the two adapters answer differently", None if differs else "they do not, so the check above shows nothing")
+
+    def write_adapter(self, folder: Path, seed: int) -> None:
+        config, draw = self.model.config, torch.Generator().manual_seed(seed)
+        size, rows = config.hidden_size, {"q_proj": config.num_attention_heads, "v_proj": config.num_key_value_heads}
+        tensors = {}
+        for layer in range(config.num_hidden_layers):
+            for name, heads in rows.items():
+                at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+                tensors[f"{at}.lora_A.weight"] = torch.randn(4, size, generator=draw) * 0.3
+                tensors[f"{at}.lora_B.weight"] = torch.randn(heads * config.head_dim, 4, generator=draw) * 0.3
+        save_file(tensors, folder / "adapter_model.safetensors")
+        described = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(rows), "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(described))
+
+    def several_kinds(self) -> None:
+        """Gemma 3 has layers with and without a window, and a rotary embedding of its own for each kind."""
+        if self.model.config.model_type != "llama":
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(3)
+            window = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+            shape = {**SIZE, "num_hidden_layers": 4, "head_dim": 32, "query_pre_attn_scalar": 32, **window}
+            Gemma3ForCausalLM(Gemma3TextConfig(**shape)).save_pretrained(folder)
+            gemma = PressureChecks(folder)
+            try:
+                gemma.host(options={"disable_hybrid_kv_cache_manager": False})
+                reason = "nothing"
+            except Exception as error:
+                reason = f"{error} {error.__cause__}"
+            named = "--disable-hybrid-kv-cache-manager" in reason
+            self.say("several kinds of layers are refused by name", None if named else f"{reason} was said")
+            host = gemma.host(options={"disable_hybrid_kv_cache_manager": True}, prefix_memory="64MiB")
+            for order in ([0, 1, 2], [2, 0, 1]):
+                (out,) = gemma.generate(host, gemma.case.prompt(order, "alone"))
+                gemma.same(f"Gemma 3, documents {order}", answer(out), gemma.by_kind(order, "alone"))
+                said = out.kv_transfer_params
+                gemma.say("they are reused", None if order[0] == 0 or not said["chunk_tokens_computed"] else f"{said}")
+            (out,) = gemma.generate(host, gemma.case.prompt([1, 2, 0], "alone", "link:1000"))
+            gemma.same("Gemma 3, every token linked", answer(out), gemma.by_kind([1, 2, 0], "plain"))
+            for where in ("computed", "from the tier"):
+                (out,) = gemma.generate(host, gemma.case.prompt([2, 1], "plain"))
+                gemma.same(f"Gemma 3, an ordinary prompt, {where}", answer(out), gemma.by_kind([2, 1], "plain"))
+                host.llm.reset_prefix_cache()
+            gemma.say("it was found in the tier", None if out.num_cached_tokens else "it was not")
+            gemma.say("nothing stays held", host.nothing_held())
+            host.close()
+            self.failures += gemma.failures
+
+    def by_kind(self, order: list[int], mode: str, count: int = 6) -> Answer:
+        """Returns the answer of transformers, with a mask for each kind of layer."""
+        parts = self.case.parts(order)
+        tokens, said = [t for part in parts for t in part] + self.case.question, []
+        logprobs, margins = [], []
+        for _ in range(count):
+            full = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
+            if mode == "alone":
+                known = reference.visible([len(part) for part in parts], len(self.case.question), mode)
+                full[: known.shape[0], : known.shape[1]] &= known
+            places = torch.arange(len(tokens))
+            near = full & (places[:, None] - places[None] < self.model.config.sliding_window)
+            masks = {"full_attention": reference.additive(full), "sliding_attention": reference.additive(near)}
+            with torch.no_grad():
+                logits = self.model(torch.tensor([tokens]), attention_mask=masks, use_cache=False).logits[0, -1]
+            last = torch.log_softmax(logits.double(), -1)
+            best, second = last.topk(2).values.tolist()
+            said.append(int(last.argmax()))
+            logprobs.append(best)
+            margins.append(best - second)
+            tokens.append(said[-1])
+        return Answer(said, logprobs, margins)
+
+    def all(self) -> None:
+        self.few_pieces()
+        self.full_index()
+        self.forged_salts()
+        self.holds_end()
+        self.resets()
+        self.chosen()
+        self.counted()
+        self.adapters()
+        self.several_kinds()
