@@ -23,7 +23,7 @@ pub(crate) struct PromptArgs {
 
     /// File with a conversation that ends with the prompt: a JSON list of objects with `role` (system,
     /// developer, user, assistant or tool), `content` (a string, null, or parts with texts) and other fields
-    /// for the chat template, such as tool_calls. If the last message is the assistant's, the model continues
+    /// for the chat template, such as `tool_calls`. If the last message is the assistant's, the model continues
     /// its text. Implies --chat.
     #[arg(long, value_name = "FILE")]
     pub(crate) messages: Option<PathBuf>,
@@ -47,8 +47,8 @@ pub(crate) struct PromptArgs {
     #[arg(long)]
     pub(crate) chat: bool,
 
-    /// Variable of the chat template, such as enable_thinking=false, date_string='1 May 2030' or
-    /// tools=@FILE. VALUE is JSON, or else a text; @FILE reads JSON from a file. May be repeated.
+    /// Variable of the chat template, such as `enable_thinking=false`, `date_string='1 May 2030'` or
+    /// `tools=@FILE`. VALUE is JSON, or else a text; @FILE reads JSON from a file. May be repeated.
     #[arg(long = "template-arg", value_name = "NAME=VALUE", value_parser = template_arg)]
     pub(crate) template_args: Vec<(String, String)>,
 
