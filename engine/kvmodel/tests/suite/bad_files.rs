@@ -306,7 +306,7 @@ fn what_is_no_regular_file_is_named() {
     ];
     let puts: [(&str, Put); 5] = [
         ("a pipe", |path| {
-            assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success())
+            assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
         }),
         ("a device without end", |path| symlink("/dev/zero", path).unwrap()),
         ("a folder", |path| fs::create_dir(path).unwrap()),
