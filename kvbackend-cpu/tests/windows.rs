@@ -7,9 +7,8 @@ use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, CpuStorage};
 use kvcore::{
-    Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, CopyTensor, DType, Error, Gather, KvArena,
-    KvFormat, KvLayout, KvShape, MemoryKind, Quantize, QueryRow, Scatter, Segment, Storage, Stream,
-    SwapBlocks, TensorView, WritePairs, WriteSlots,
+    Backend, BlockId, BlockOrder, CopyTensor, DType, Error, Gather, KvArena, KvFormat, KvLayout, KvShape,
+    MemoryKind, Quantize, Scatter, Storage, Stream, SwapBlocks, TensorView, WritePairs, WriteSlots,
 };
 use parking_lot::Mutex;
 
@@ -159,20 +158,4 @@ fn gathered_rows_that_overlap_are_refused() {
     let alternating = |first| rows(0).slice(0, first, first + 1).unwrap();
     let one = Gather::new(&arena, 0, &vec![0].into(), alternating(0), alternating(1));
     assert_eq!(stream.gather(&one), Ok(()), "rows of one tensor");
-}
-
-#[test]
-fn an_output_that_overlaps_the_queries_is_refused() {
-    let (lent, stream) = (Lent::new(), stream());
-    let arena = lent.arena(192);
-    let rows = |start| TensorView::new(lent.window(start, 32), DType::F32, &[1, 1, 8]).unwrap();
-    let own = Segment::new([BlockId(0)].into(), 2, 0, 0);
-    let row = vec![QueryRow { logical: 1, position: 1 }];
-    let work = Arc::new(AttendWork::new(row, [AttendRows::new(0..1, [own])]));
-    let attend = |q, out| stream.attend(&Attend::new(&arena, 0, rows(q), &work, rows(out)));
-    let aliased = Err(Error::Aliased { what: "output and queries" });
-    for (q, out) in [(0, 0), (0, 28), (32, 4)] {
-        assert_eq!(attend(q, out), aliased, "queries at {q} and output at {out}");
-    }
-    assert_eq!(attend(0, 32), Ok(()), "neighbours");
 }

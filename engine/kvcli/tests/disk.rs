@@ -33,7 +33,7 @@ fn wrong_folders_and_sizes_are_named() {
     fs::write(&file, "x").unwrap();
     let (file, folder) = (file.to_str().unwrap(), folder.path().to_str().unwrap());
     fails(&["run", "--disk", file, "-p", "x"], 1, "is not a folder");
-    fails(&["run", "--disk", folder, "--disk-limit", "1MiB", "-p", "x"], 1, "at least");
+    fails(&["run", "--disk", folder, "--disk-limit", "100KiB", "-p", "x"], 1, "at least");
     fails(&["run", "--disk", folder, "--disk-limit", "ten", "-p", "x"], 2, "50GiB");
     fails(&["run", "--disk-limit", "1GiB", "-p", "x"], 2, "--disk");
 }
