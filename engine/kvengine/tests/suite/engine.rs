@@ -288,7 +288,7 @@ fn a_pool_too_small_is_an_error_and_holds_nothing() {
         }
         assert_nothing_held(&engine);
     }
-    assert!(failed >= 8, "{failed}");
+    assert!((5..10).contains(&failed), "{failed} of 10 pools have no room for the prompt");
     for bytes in [0, block - 1, block] {
         let config = EngineConfig { block_size: 4, kv_memory: Some(bytes), ..EngineConfig::default() };
         let error = Engine::new(load_model("llama"), CpuBackend::new(), b"", &config).expect_err("no block");

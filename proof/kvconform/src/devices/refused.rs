@@ -110,7 +110,8 @@ fn everything<R: DeviceRig>(rig: &R, device: usize, other: usize) -> Result<()> 
     let event = stream.record()?;
     second.wait_for(&event)?;
     event.wait()?;
-    let (k, v) = (rows.clone(), rows.contiguous(backend.as_ref(), second.as_ref())?);
+    let v = allocate_tensor(backend.as_ref(), MemoryKind::Device, rows.dtype(), rows.shape())?;
+    let k = rows.clone();
     second.gather(&Gather { arena, layer: 1, slots: [1, -1, 9].into(), k, v, rotation: None })?;
     second.read(&rows, &mut [0; 192])?;
     let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[96])?;
