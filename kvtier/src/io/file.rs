@@ -1,17 +1,15 @@
 //! A file whose requests run on threads with `pread` and `pwrite`.
 
 use std::collections::VecDeque;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex};
-use rustix::fs::FallocateFlags;
 
-use super::{Direction, DiskIo, IoEnd, IoRequest, OnEnd};
+use super::{Direction, DiskIo, IoEnd, IoRequest, OnEnd, place};
 
 /// A file that bypasses the page cache where the file system allows it. A few threads serve the requests in the
 /// order in which they were started.
@@ -53,12 +51,7 @@ impl FileIo {
     /// # Errors
     /// Returns the system's error.
     pub fn open(path: &Path) -> io::Result<Self> {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false);
-        let direct = rustix::fs::OFlags::DIRECT.bits() as i32;
-        // Some file systems, such as tmpfs before Linux 6.6, refuse direct I/O.
-        let file = options.clone().custom_flags(direct).open(path).or_else(|_| options.open(path))?;
-        Ok(Self::new(file))
+        place::open(path).map(Self::new)
     }
 
     /// Serves an open file.
@@ -93,11 +86,7 @@ impl DiskIo for FileIo {
             file.set_len(bytes)?;
         }
         if bytes > 0 {
-            match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
-                // Some file systems cannot reserve room.
-                Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(bytes)?,
-                allocated => allocated?,
-            }
+            place::reserve(file, bytes)?;
         }
         Ok(())
     }
@@ -122,8 +111,8 @@ impl Queue {
             drop(waiting);
             let IoRequest { direction, offset, mut pages } = request;
             let result = match direction {
-                Direction::Read => self.file.read_exact_at(pages.bytes_mut(), offset),
-                Direction::Write => self.file.write_all_at(pages.bytes(), offset),
+                Direction::Read => place::read(&self.file, pages.bytes_mut(), offset),
+                Direction::Write => place::write(&self.file, pages.bytes(), offset),
             };
             on_end(IoEnd { index, pages, result });
         }

@@ -12,6 +12,7 @@ use bytemuck::{Pod, Zeroable};
 use parking_lot::{Condvar, Mutex};
 
 mod file;
+mod place;
 
 pub use file::FileIo;
 

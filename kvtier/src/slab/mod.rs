@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 
 use kvcore::BlockKey;
 use parking_lot::{Condvar, Mutex};
-use rustix::fs::FlockOperation;
 
 mod cells;
 mod geometry;
@@ -262,13 +261,15 @@ impl Shared {
     }
 }
 
-/// Locks the folder for this process.
+/// Locks the folder for this process, by a file of its own.
 fn lock(folder: &Path) -> Result<fs::File> {
-    let file = fs::File::open(folder).map_err(Error::at("cannot open the folder", folder))?;
-    match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+    let path = folder.join("lock");
+    let file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(&path);
+    let file = file.map_err(Error::at("cannot open", &path))?;
+    match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::InUse { path: folder.to_owned() }),
-        Err(error) => Err(Error::at("cannot lock", folder)(error.into())),
+        Err(fs::TryLockError::WouldBlock) => Err(Error::InUse { path: folder.to_owned() }),
+        Err(fs::TryLockError::Error(error)) => Err(Error::at("cannot lock", &path)(error)),
     }
 }
 
