@@ -69,7 +69,7 @@ def test_documents_are_computed_behind_decoys() -> None:
     own = kvcache.ChunkedPrompt([3, 4], [[5, 6], [7, 8]], [9], decoys=[[10, 11], [12]])
     plan = own.positions("behind:2", "sequential")
     assert own.decoys == [[10, 11], [12]] and own.get_total_tokens() == 7
-    assert [(place.stored_start, place.used_start) for place in plan.chunks] == [(5, 5), (5, 7)]
+    assert [(place.stored_start, place.used_start) for place in plan.chunks] == [(5, 2), (5, 4)]
     (answer,) = few.generate(own, kvcache.SamplingParams(max_tokens=2))
     assert answer.num_prompt_tokens == 7
 
