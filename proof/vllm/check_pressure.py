@@ -110,8 +110,6 @@ class PressureChecks(Checks):
         self.same("an ordinary request with the salt of one with chunks", answer(out), self.expected([0, 1], "plain"))
         (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
         self.same("a request with chunks after it", answer(out), self.expected([0, 1], "alone"))
-        secret = host.side.names.secret
-        self.say("the salt shows no secret", "it does" if secret.hex() in salt else None)
         host.close()
 
     def holds_end(self) -> None:
@@ -136,6 +134,7 @@ class PressureChecks(Checks):
         engine = host.llm.llm_engine
         core, weights = engine.engine_core.engine_core, get_kv_transfer_group()._worker.recomputer.runner.model
         fault = refused = None
+        resets = 0
         for steps in range(1, 8):
             outs, modes = {}, {}
             for mode in ("alone", "plain"):
@@ -151,6 +150,7 @@ class PressureChecks(Checks):
                 core.resume_scheduler()
                 engine.abort_request(list(modes))
                 continue
+            resets += 1
             for parameter in weights.parameters():
                 if parameter.dim() == 1:
                     parameter.data.mul_(1.25)
@@ -166,7 +166,7 @@ class PressureChecks(Checks):
                 (fresh,) = self.generate(host, (prompt, sampling))
                 right = [*old, *fresh.outputs[0].token_ids]
                 fault = fault or (None if got == right else f"{modes[name]} after {steps} steps: {got} instead of {right}")
-        self.say("a reset succeeds while requests run", refused)
+        self.say("a reset succeeds while requests run", refused or (None if resets >= 2 else f"{resets} of 7 did"))
         self.say("answers go on with the new weights", fault)
         self.say("nothing stays held", host.nothing_held())
         host.close()
