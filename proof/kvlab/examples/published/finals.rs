@@ -493,7 +493,8 @@ mod tests {
         };
         let [two, four] = [2, 4].map(notes);
         let default = |name: &str| name == "sequential, with-system, question:0.5";
-        let none = |name: &str| name.ends_with(", none") && !name.contains("behind");
+        let decoys = |name: &str| name.contains("behind") || name.contains("slots");
+        let none = |name: &str| name.ends_with(", none") && !decoys(name);
         let of =
             |strategies: &dyn Fn(&str) -> bool| [shown(&two, strategies), shown(&four, strategies)].concat();
         for (row, cells) in [
