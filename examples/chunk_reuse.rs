@@ -144,6 +144,7 @@ fn main() -> Result<()> {
             ranks: None,
             replicas: None,
             tier: None,
+            fetched: None,
         };
         // Looks up all parts. The assembly's inputs are the missing parts, with a slot for each token.
         let assembly = assembler.assemble(&prompt)?;

@@ -43,6 +43,7 @@ pub struct PrefixFill {
     cached: usize,
     slots: WriteSlots,
     root: Option<BlockKey>,
+    tokens: Vec<u32>,
     /// Keys of all blocks, in order. Empty for a prefix without a root.
     keys: Vec<BlockKey>,
     /// Number of blocks that were found in the cache.
@@ -51,7 +52,11 @@ pub struct PrefixFill {
 
 /// A computed prefix, including its partial last block. The blocks are held until this value is dropped.
 #[derive(Debug)]
-pub struct SealedPrefix(BlockTable);
+pub struct SealedPrefix {
+    table: BlockTable,
+    tokens: Vec<u32>,
+    keys: Vec<BlockKey>,
+}
 
 impl PrefixFill {
     /// Finds the cached blocks of the prefix `tokens`, which starts at position 0, and allocates blocks for
@@ -74,7 +79,7 @@ impl PrefixFill {
             table.shorten_last(cached)?;
         }
         let slots = table.grow(tokens.len() - cached)?;
-        Ok(Self { table, cached, slots, root, keys, known })
+        Ok(Self { table, cached, slots, root, tokens: tokens.to_vec(), keys, known })
     }
 
     /// Returns the number of tokens that do not have to be computed.
@@ -128,23 +133,33 @@ impl PrefixFill {
     pub fn finish(mut self) -> Result<SealedPrefix> {
         let parent = self.known.checked_sub(1).map_or(self.root, |last| self.keys.get(last).copied());
         self.table.seal(parent, self.keys.get(self.known..).unwrap_or_default())?;
-        Ok(SealedPrefix(self.table))
+        Ok(SealedPrefix { table: self.table, tokens: self.tokens, keys: self.keys })
     }
 }
 
 impl SealedPrefix {
     /// Returns the prefix as a segment of a request.
     pub fn segment(&self) -> Segment {
-        Segment::new(Arc::clone(self.0.ids()), self.0.len(), 0, 0)
+        Segment::new(Arc::clone(self.table.ids()), self.table.len(), 0, 0)
+    }
+
+    /// Returns the tokens.
+    pub(crate) fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Returns the keys of all blocks, or nothing for a prefix without a root.
+    pub(crate) fn keys(&self) -> &[BlockKey] {
+        &self.keys
     }
 
     /// Returns the number of tokens held.
     pub fn len(&self) -> usize {
-        self.0.len()
+        self.table.len()
     }
 
     /// Returns whether no tokens are held.
     pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.table.is_empty()
     }
 }

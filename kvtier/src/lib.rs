@@ -17,7 +17,7 @@
 //!     label: "f32, 2 layers of 4".into(),
 //! };
 //! let slab = Slab::open(folder, scope, config)?;
-//! slab.store(Record { id: id.clone(), buffers: vec![vec![1; 64], vec![2; 64]] });
+//! slab.store(Record::new(id.clone(), vec![vec![1; 64], vec![2; 64]]));
 //! drop(slab); // writes what is waiting
 //! let slab = Slab::open(folder, scope, config)?;
 //! let found = slab.load(&id, Instant::now() + Duration::from_secs(1)).unwrap();
@@ -41,5 +41,5 @@ mod error;
 
 pub use error::{Error, Result};
 pub use io::{DiskIo, FileIo};
-pub use record::{Record, RecordId};
-pub use slab::{Found, Missed, Slab, SlabConfig, SlabUsage, Stored};
+pub use record::{Record, RecordId, RecordNote};
+pub use slab::{Found, Listing, Loading, Missed, Slab, SlabConfig, SlabUsage, Stored};

@@ -9,7 +9,9 @@
 //!
 //! All numbers are little-endian. The checksum covers the header, and the digest covers everything after it.
 
+use std::num::NonZeroU64;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvcore::BlockKey;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -35,11 +37,62 @@ pub struct RecordId {
 pub struct Record {
     /// The identity.
     pub id: RecordId,
+    /// What a carrier knows about the record without reading its contents.
+    pub note: RecordNote,
     /// The buffers: K and V, each followed by its scales if there are any.
     pub buffers: Vec<Vec<u8>>,
 }
 
+/// What a carrier knows about a record without reading its contents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct RecordNote {
+    /// The key of the record without which this one cannot be found, such as the block before it in a prompt.
+    /// It stays at least as long as this record.
+    pub parent: Option<BlockKey>,
+    /// The time that computing the contents took, or zero if it is not known.
+    pub cost: Duration,
+    /// A digest of the tokens that does not depend on the model or on other tokens, which tells why another
+    /// key was not found; see [`text_of`](Self::text_of). `None` if others must not learn that these tokens
+    /// are stored.
+    pub text: Option<NonZeroU64>,
+}
+
+impl RecordNote {
+    /// Returns the digest of a record's tokens.
+    pub fn text_of(tokens: &[u32]) -> Option<NonZeroU64> {
+        let mut digest = Xxh3::new();
+        for token in tokens {
+            digest.update(&token.to_le_bytes());
+        }
+        NonZeroU64::new(digest.digest().max(1))
+    }
+
+    /// Returns the cost in nanoseconds, as files contain it.
+    pub(crate) fn nanoseconds(&self) -> u64 {
+        self.cost.as_nanos().min(u128::from(u64::MAX)) as u64
+    }
+
+    /// Returns the note that files contain as these numbers. A parent of zeros is none.
+    pub(crate) fn of_file(parent: BlockKey, nanoseconds: u64, text: u64) -> Self {
+        Self {
+            parent: (*parent.as_bytes() != [0; 32]).then_some(parent),
+            cost: Duration::from_nanos(nanoseconds),
+            text: NonZeroU64::new(text),
+        }
+    }
+
+    /// Returns the parent's bytes, as files contain them.
+    pub(crate) fn parent_bytes(&self) -> [u8; 32] {
+        self.parent.map_or([0; 32], |parent| *parent.as_bytes())
+    }
+}
+
 impl Record {
+    /// Creates a record with an empty note.
+    pub fn new(id: RecordId, buffers: Vec<Vec<u8>>) -> Self {
+        Self { id, note: RecordNote::default(), buffers }
+    }
+
     /// Returns the number of bytes that follow the header.
     pub(crate) fn payload_len(&self) -> usize {
         let RecordId { tokens, label, .. } = &self.id;
@@ -102,10 +155,10 @@ impl<'a, I: Iterator<Item = &'a mut [u8]>> Scattered<'a, I> {
 const MAGIC: [u8; 8] = *b"KVRECORD";
 
 /// The version of the header and of the payload. A record of another version is never read.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The length of the fields in front of the lists.
-const FIXED: usize = 136;
+const FIXED: usize = 168;
 
 /// The decoded header of a record on a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -115,6 +168,7 @@ pub(crate) struct Header {
     pub(crate) key: BlockKey,
     /// The key of the model, tokenizer and format that wrote the record.
     pub(crate) scope: BlockKey,
+    pub(crate) note: RecordNote,
     pub(crate) stored_start: i64,
     pub(crate) tokens: usize,
     pub(crate) label: usize,
@@ -156,7 +210,9 @@ impl Header {
         put(&self.digest.to_le_bytes());
         put(&(self.buffers.len() as u32).to_le_bytes());
         put(&(self.runs.len() as u32).to_le_bytes());
-        put(&[0; 16]);
+        put(&self.note.nanoseconds().to_le_bytes());
+        put(&self.note.text.map_or(0, NonZeroU64::get).to_le_bytes());
+        put(&self.note.parent_bytes());
         for &buffer in &self.buffers {
             put(&(buffer as u64).to_le_bytes());
         }
@@ -194,14 +250,15 @@ impl Header {
         let digest = word(take(8)?)?;
         let buffers = half(take(4)?)? as usize;
         let runs = half(take(4)?)? as usize;
-        take(16)?;
+        let (cost, text) = (word(take(8)?)?, word(take(8)?)?);
+        let note = RecordNote::of_file(BlockKey::from_bytes(take(32)?.try_into().ok()?), cost, text);
         if buffers.checked_add(runs)? > Self::MOST_LISTED {
             return None;
         }
         let buffers = (0..buffers).map(|_| Some(word(take(8)?)? as usize)).collect::<Option<Vec<_>>>()?;
         let run = |_| Some(CellRun { start: half(take(4)?)?, count: half(take(4)?)? });
         let runs = (0..runs).map(run).collect::<Option<Vec<_>>>()?;
-        Some(Self { sequence, key, scope, stored_start, tokens, label, buffers, digest, runs })
+        Some(Self { sequence, key, scope, note, stored_start, tokens, label, buffers, digest, runs })
     }
 
     /// Returns the number of bytes that follow the header, or `None` if the lengths are absurd.

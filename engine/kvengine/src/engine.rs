@@ -3,10 +3,11 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
-use kvchunk::{ChunkCacheManager, PositionPlan, ReplicaDevice, ReplicaLink, ReplicaTransport, TierLink};
-use kvcore::{Backend, Clock, GraphCounts, KvCache, SystemClock};
+use kvchunk::{
+    ChunkCacheManager, LoadRule, PositionPlan, ReplicaDevice, ReplicaLink, ReplicaTransport, TierLink,
+};
+use kvcore::{Backend, BlockKey, Clock, GraphCounts, KvCache, SystemClock};
 use kvmodel::{Model, Observer, Profiler};
 use kvtier::{Slab, SlabConfig};
 
@@ -15,9 +16,6 @@ use crate::error::{Error, Result};
 use crate::request::{FinishReason, Generation, PromptTokens, Request};
 use crate::runner::{CacheReport, PinnedPrompt, Runner, Slept};
 use crate::serve::{Answer, AnswerEvent, PreemptionCosts, Scheduler, Step, StepTimes};
-
-/// The longest time that a request waits for one piece from a disk.
-const DISK_PATIENCE: Duration = Duration::from_secs(2);
 
 /// An engine that runs requests on one backend.
 #[derive(Debug)]
@@ -145,6 +143,7 @@ impl Engine {
     /// }
     /// let prompt = ChunkedPrompt::new(vec![9], vec![vec![1, 2, 3]], vec![4])?;
     /// for engine in &mut engines {
+    ///     engine.load_from_disk(LoadRule::Always(std::time::Duration::from_secs(10)));
     ///     let mut request = engine.request(PromptTokens::Chunked(prompt.clone()));
     ///     request.max_new_tokens = 1;
     ///     engine.generate(&request, &mut ())?;
@@ -157,14 +156,15 @@ impl Engine {
         self.runner.replicas = Some(ReplicaLink { device: self.replica_device(), transport });
     }
 
-    /// Opens a [slab](kvtier::Slab) in `folder`, so that chunks outlive the process. The engine saves the chunks
-    /// that it computes, and loads missing chunks instead of computing them. Requests do not wait until chunks
-    /// are saved; dropping the engine does.
+    /// Opens a [slab](kvtier::Slab) in `folder`, so that chunks and prefixes outlive the process. The engine saves
+    /// what it computes, and loads what is missing if that is [faster](LoadRule) than computing it. A request that
+    /// loads waits for its records before it is admitted, while the steps serve other requests. No request waits
+    /// until its chunks are saved; dropping the engine does.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// use kvbackend_cpu::CpuBackend;
-    /// use kvchunk::ChunkedPrompt;
+    /// use kvchunk::{ChunkedPrompt, LoadRule};
     /// use kvengine::{Engine, EngineConfig, PromptTokens};
     /// use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
     /// use kvtier::SlabConfig;
@@ -181,17 +181,36 @@ impl Engine {
     ///     engine.generate(&request, &mut ())?;
     ///     found.push(engine.disk().unwrap().usage().hits);
     /// }
-    /// assert_eq!(found, [0, 1]);
+    /// assert_eq!(found, [0, 2]); // the system prompt and the chunk
     /// # Ok(())
     /// # }
     /// ```
     ///
     /// # Errors
-    /// Returns the errors of [`Slab::open`].
+    /// Returns the errors of [`Slab::open`] and of [`use_disk`](Self::use_disk).
     pub fn open_disk(&mut self, folder: &Path, config: SlabConfig) -> Result<()> {
-        let slab = Arc::new(Slab::open(folder, self.runner.scope(), config)?);
-        self.runner.tier = Some(TierLink { device: self.replica_device(), slab, patience: DISK_PATIENCE });
+        self.use_disk(|scope| Slab::open(folder, scope, config))
+    }
+
+    /// Uses the slab that `open` returns, as [`open_disk`](Self::open_disk) does. `open` gets the key of everything
+    /// that each key of this engine covers.
+    ///
+    /// # Errors
+    /// Returns the errors of `open`, and [`Error::NoChunks`] unless the cache is paged, because records contain
+    /// all layers of a block.
+    pub fn use_disk(&mut self, open: impl FnOnce(BlockKey) -> kvtier::Result<Slab>) -> Result<()> {
+        self.runner.caches.paged_cache()?;
+        let slab = Arc::new(open(self.runner.scope())?);
+        self.runner.tier = Some(TierLink::new(self.replica_device(), slab));
         Ok(())
+    }
+
+    /// Sets the rule for loading from the [disk](Self::open_disk) instead of computing. Without a disk, nothing
+    /// changes.
+    pub fn load_from_disk(&mut self, rule: LoadRule) {
+        if let Some(tier) = &mut self.runner.tier {
+            tier.rule = rule;
+        }
     }
 
     /// Returns the slab that [`open_disk`](Self::open_disk) has opened.

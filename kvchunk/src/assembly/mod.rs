@@ -30,7 +30,7 @@ use crate::prompt::ChunkedPrompt;
 use crate::ranks::{RankAgreement, RankLookup};
 use crate::recompute::ChunkSpan;
 use crate::replica::{ReplicaLink, ReplicaLookup};
-use crate::tier::{TierLink, TierLookup, TierSaving};
+use crate::tier::{MissReason, TierFetch, TierLink, TierLookup, TierSaving};
 
 mod assembled;
 mod lookup;
@@ -67,9 +67,11 @@ pub struct Assembler<'a> {
     /// wait for this request. A local hit takes precedence over a hit in a replica, even if the local hit is
     /// approximate. If [`ranks`](Self::ranks) is set, replicas are not asked.
     pub replicas: Option<&'a ReplicaLink>,
-    /// The disk from which missing pieces are loaded, after replicas have been asked. If
-    /// [`ranks`](Self::ranks) is set, the disk is not used.
+    /// The disk to which computed parts are saved. If [`ranks`](Self::ranks) is set, the disk is not used.
     pub tier: Option<&'a TierLink>,
+    /// What [`fetch`](Self::fetch) has brought from the disk for this prompt. It is used for parts that are
+    /// neither here nor in a replica.
+    pub fetched: Option<&'a TierFetch>,
 }
 
 /// The report on one chunk of a prompt.
@@ -86,6 +88,9 @@ pub struct ChunkReport {
     pub position: i64,
     /// The distance from the stored position to the position where the chunk is used.
     pub offset: i64,
+    /// The reason why the first piece that was not found was not found, if a disk was asked.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub missed: Option<MissReason>,
 }
 
 /// The source of a piece's KV.
@@ -133,6 +138,7 @@ struct PromptChunk {
     tokens: usize,
     hit: bool,
     exact: bool,
+    missed: Option<MissReason>,
 }
 
 impl PromptChunk {
@@ -222,7 +228,8 @@ impl Assembler<'_> {
     /// Returns the disk to which computed pieces are saved, with the cache that will contain them.
     fn saving(&self) -> Option<TierSaving> {
         let (link, cache) = self.tier.zip(self.chunks).filter(|_| self.ranks.is_none())?;
-        Some(TierSaving { link: link.clone(), cache: cache.clone() })
+        let TenantKeys { id: tenant, root } = self.tenant;
+        Some(TierSaving { link: link.clone(), cache: cache.clone(), tenant, root })
     }
 
     /// Returns the lookup that matches this assembler's settings.
@@ -235,8 +242,8 @@ impl Assembler<'_> {
             (None, Some(link)) => Box::new(ReplicaLookup { local, link }),
             (None, None) => Box::new(local),
         };
-        match self.tier {
-            Some(link) => Box::new(TierLookup { above, link }),
+        match self.tier.zip(self.fetched) {
+            Some((link, fetched)) => Box::new(TierLookup { above, link, fetched }),
             None => above,
         }
     }
@@ -273,6 +280,7 @@ impl Assembler<'_> {
             tokens: 0,
             hit: true,
             exact: true,
+            missed: None,
         };
         let mut assembly = Assembly {
             block_size: self.main.block_size(),
@@ -294,7 +302,8 @@ impl Assembler<'_> {
             segments: Arc::default(),
             plan,
         };
-        let resolved = self.resolve(lookup.as_ref(), &mut assembly, prompt);
+        let holds = self.put_prefixes(prompt);
+        let resolved = holds.and_then(|_holds| self.resolve(lookup.as_ref(), &mut assembly, prompt));
         lookup.conclude(resolved)?;
         Ok(assembly)
     }
@@ -370,6 +379,7 @@ impl Assembly {
             exact: chunk.exact,
             position: chunk.place.used_start,
             offset: chunk.pieces.first().map_or(0, |piece| chunk.place.used_start - piece.stored_start),
+            missed: chunk.missed,
         };
         self.chunks.iter().map(report).collect()
     }
@@ -442,6 +452,11 @@ impl Assembly {
         let landing = [self.system.store()?, self.decoys.store()?];
         let stored: Vec<PieceHold> = self.reserved.drain(..).map(ChunkReservation::store).collect();
         if let Some(saving) = &self.saving {
+            for part in [&self.system, &self.decoys] {
+                if let SystemPart::Sealed(sealed) = part {
+                    saving.save_system(sealed)?;
+                }
+            }
             saving.save(&stored)?;
         }
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);

@@ -37,10 +37,30 @@ impl Assembler<'_> {
         Ok(plan.chunks.iter().take(if several { usize::MAX } else { 1 }).map(hasher).collect())
     }
 
+    /// Calls `each` with every piece of a prompt, after its chunk's place and the number of the chunk's tokens
+    /// before it.
+    pub(crate) fn each_piece(
+        &self,
+        prompt: &ChunkedPrompt,
+        plan: &PositionPlan,
+        mut each: impl FnMut(&ChunkPlace, usize, &ChunkPiece<'_>),
+    ) -> Result<()> {
+        let hashers = self.hashers(prompt, plan)?;
+        let piece_len = self.chunks.map_or(usize::MAX, |cache| cache.config().max_chunk_tokens);
+        for (i, (tokens, place)) in prompt.chunks().iter().zip(&plan.chunks).enumerate() {
+            let mut before = 0;
+            for piece in hasher_of(&hashers, i).pieces(tokens, piece_len) {
+                each(place, before, &piece);
+                before += piece.tokens().len();
+            }
+        }
+        Ok(())
+    }
+
     // Decision: docs/decisions/chunks.md#a-slot-is-a-number-of-decoys
     /// Returns the plan with every chunk in a slot of its own, so that as many chunks as possible are stored
     /// in their slots. With several ranks, keeps the slots of the plan, because the ranks must agree.
-    pub(super) fn in_slots(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<PositionPlan> {
+    pub(crate) fn in_slots(&self, prompt: &ChunkedPrompt, plan: PositionPlan) -> Result<PositionPlan> {
         let (ComputeMode::Slots(slots), Some(cache), None) = (self.cell.mode, self.chunks, self.ranks) else {
             return Ok(plan);
         };
@@ -50,7 +70,11 @@ impl Assembler<'_> {
             let hashers = self.hashers(prompt, &plan)?;
             for (i, (tokens, slots)) in prompt.chunks().iter().zip(&mut stored).enumerate() {
                 let mut pieces = hasher_of(&hashers, i).pieces(tokens, cache.config().max_chunk_tokens);
-                if pieces.all(|piece| cache.contains(&piece)) {
+                let on_disk = |piece: &ChunkPiece<'_>| {
+                    piece.resists_collisions()
+                        && self.tier.is_some_and(|tier| tier.slab.contains(&piece.hash().key))
+                };
+                if pieces.all(|piece| cache.contains(&piece) || on_disk(&piece)) {
                     slots.push(slot);
                 }
             }
@@ -183,6 +207,8 @@ impl Assembler<'_> {
             }
             Acquired::NoRoom => self.private(assembly, piece, stored_start)?,
         };
+        let missed = &mut assembly.chunks[chunk].missed;
+        *missed = missed.or_else(|| self.fetched?.reason(&piece.hash().key));
         let own = OwnPiece {
             evidence: piece.evidence(),
             piece: computed.clone(),

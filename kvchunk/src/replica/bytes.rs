@@ -9,7 +9,6 @@ use kvcore::{
 
 use super::ReplicaDevice;
 use super::parcel::agree;
-use crate::cache::ChunkReservation;
 use crate::error::Result;
 
 /// The name that errors use for static scales, which belong to a whole arena and must match between replicas.
@@ -73,25 +72,23 @@ impl ReplicaDevice {
         Ok(bytes)
     }
 
-    /// Fills the reserved blocks from the staging arena, and waits for the stream, because the piece must not
-    /// be found before its contents have arrived.
-    pub(super) fn fill(&self, staged: KvArena, reservation: &ChunkReservation) -> Result<()> {
-        let blocks = reservation.block_ids().len();
-        let pairs = reservation.write_pairs((0..blocks as u32).map(BlockId))?;
+    /// Fills blocks from the staging arena, and waits for the stream, because the blocks must not be found
+    /// before their contents have arrived.
+    pub(super) fn fill(&self, staged: KvArena, pairs: WritePairs) -> Result<()> {
         self.stream.swap_blocks(&SwapBlocks { src: staged, dst: self.arena.clone(), pairs })?;
         Ok(self.stream.synchronize()?)
     }
 
     /// Waits for the stream, and returns the contents of `blocks`, buffer by buffer.
-    pub(super) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
+    pub(crate) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks.len())?;
         self.stage(blocks, &staged)?;
         buffers(&self.arena, &staged).iter().map(|buffer| self.bytes(buffer)).collect()
     }
 
-    /// Fills the reserved blocks with `contents`, and waits for the stream.
-    pub(crate) fn write(&self, reservation: &ChunkReservation, contents: &[Vec<u8>]) -> Result<()> {
-        let blocks = reservation.block_ids().len();
+    /// Fills `blocks` blocks with `contents`, and waits for the stream. `pairs` are the numbers of the blocks in
+    /// `contents`, from 0, with the blocks to fill.
+    pub(crate) fn write(&self, blocks: usize, pairs: WritePairs, contents: &[Vec<u8>]) -> Result<()> {
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks)?;
         let targets = buffers(&self.arena, &staged);
         same("buffers of a parcel", targets.len(), contents.len())?;
@@ -103,7 +100,7 @@ impl ReplicaDevice {
             }
             agree([(STATIC_SCALES, self.bytes(buffer)? == *bytes)])?;
         }
-        self.fill(staged, reservation)
+        self.fill(staged, pairs)
     }
 }
 

@@ -4,7 +4,7 @@
 //!   giver's blocks ─► staged there ─── event, copy_tensor ───► staged here ─► reserved blocks
 //! ```
 
-use kvcore::{CopyTensor, MemoryKind};
+use kvcore::{BlockId, CopyTensor, MemoryKind};
 
 use super::ReplicaDevice;
 use super::bytes::{STATIC_SCALES, buffers};
@@ -51,7 +51,7 @@ impl ReplicaDevice {
                 other.stream.copy_tensor(&CopyTensor { src: from.view()?, dst: to.view()? })?;
             }
         }
-        other.fill(here, reservation)?;
+        other.fill(here, reservation.write_pairs((0..count as u32).map(BlockId))?)?;
         Ok(true)
     }
 }

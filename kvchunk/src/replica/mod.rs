@@ -17,7 +17,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kvcore::{Backend, KeyForm, KvArena, Stream};
+use kvcore::{Backend, BlockId, KeyForm, KvArena, Stream};
 
 use crate::cache::{Acquired, ChunkCacheManager, ChunkReservation, PieceHold, TenantId};
 use crate::error::{Error, Result};
@@ -108,7 +108,8 @@ impl ReplicaDevice {
         reservation: &ChunkReservation,
     ) -> Result<()> {
         parcel.check(self, piece, reservation.stored_start())?;
-        self.write(reservation, &parcel.buffers)
+        let blocks = reservation.block_ids().len();
+        self.write(blocks, reservation.write_pairs((0..blocks as u32).map(BlockId))?, &parcel.buffers)
     }
 }
 

@@ -62,6 +62,7 @@ impl World {
             ranks: None,
             replicas: None,
             tier: None,
+            fetched: None,
         }
     }
 

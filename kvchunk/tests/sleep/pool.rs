@@ -199,6 +199,7 @@ fn a_rank_wakes_no_piece_into_a_pool_that_sleeps() {
         ranks: Some(&rank),
         replicas: None,
         tier: None,
+        fetched: None,
     };
     let prompt = ChunkedPrompt::new(vec![1; 5], vec![vec![2; 8]], vec![3]).unwrap();
     let hits = || assembler.assemble(&prompt).unwrap().commit().unwrap().reports()[0].hit;

@@ -123,7 +123,9 @@ impl Drop for FileIo {
     fn drop(&mut self) {
         self.queue.waiting.lock().closed = true;
         self.queue.changed.notify_all();
-        for thread in self.threads.drain(..) {
+        // The last holder of the file may be one of its own threads, which then ends by itself.
+        let own = std::thread::current().id();
+        for thread in self.threads.drain(..).filter(|thread| thread.thread().id() != own) {
             // A panicked thread has nothing left to wait for.
             let _ = thread.join();
         }

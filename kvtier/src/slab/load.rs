@@ -1,12 +1,16 @@
-//! Loads records, and checks everything before it is used.
+//! Loads records without waiting for the disk, and checks everything before it is used.
 
+use std::fmt;
 use std::io;
+use std::sync::Arc;
 use std::time::Instant;
+
+use parking_lot::{Condvar, Mutex};
 
 use super::write::spans;
 use super::{Shared, Slab};
-use crate::io::{Direction, IoRequest, PAGE, Pages, RunFault, run};
-use crate::record::{CellRun, Header, PayloadFault, RecordId};
+use crate::io::{Direction, IoEnd, IoRequest, PAGE, Pages};
+use crate::record::{CellRun, Header, PayloadFault, RecordId, RecordNote};
 
 /// The buffers of a record that was found.
 pub type Found = Vec<Vec<u8>>;
@@ -14,22 +18,33 @@ pub type Found = Vec<Vec<u8>>;
 /// The reason why a record was not loaded.
 #[derive(Debug)]
 pub enum Missed {
-    /// No record has this key.
+    /// No record has this key, and none is known that comes close.
     Absent,
+    /// The record was here, and has left to make room.
+    Evicted,
+    /// The same tokens are here for another model, format or tokenizer.
+    OtherModel,
+    /// The same tokens are here behind another system prompt, in another mode, or at another position.
+    OtherContext,
     /// The record with this key has other tokens, another stored start or another label.
     Differs,
     /// The bytes on the disk are not those that were written. The record is removed.
     Damaged,
-    /// The disk had not answered at the deadline.
+    /// The disk had not answered when the caller stopped waiting.
     Late,
     /// The disk refused. The record is removed.
     Failed(io::Error),
 }
 
-impl std::fmt::Display for Missed {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Missed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Absent => f.write_str("it is not on the disk"),
+            Self::Evicted => f.write_str("it has left the disk to make room"),
+            Self::OtherModel => f.write_str("it is on the disk for another model or format"),
+            Self::OtherContext => {
+                f.write_str("it is on the disk behind another system prompt or in another mode")
+            }
             Self::Differs => f.write_str("the record on the disk belongs to other tokens or another format"),
             Self::Damaged => f.write_str("the record on the disk is damaged"),
             Self::Late => f.write_str("the disk did not answer in time"),
@@ -38,32 +53,97 @@ impl std::fmt::Display for Missed {
     }
 }
 
+/// The size and the note of a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Listing {
+    /// The number of bytes that a load reads, apart from the header.
+    pub bytes: usize,
+    /// What is known about the record.
+    pub note: RecordNote,
+}
+
 impl Slab {
+    /// Returns the size and the note of the record with this key. Does not count as a use.
+    pub fn peek(&self, key: &kvcore::BlockKey) -> Option<Listing> {
+        let state = self.shared.state.lock();
+        state.get(key).map(|entry| Listing { bytes: entry.payload, note: entry.note })
+    }
+
+    /// Starts to load a record, and returns without waiting for the disk.
+    pub fn begin_load(&self, id: &RecordId) -> Loading {
+        let loading = Arc::new(LoadState {
+            shared: Arc::clone(&self.shared),
+            id: id.clone(),
+            ended: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        match self.shared.place(id) {
+            Ok(place) => LoadState::start(&loading, place),
+            Err(missed) => loading.end(Err(missed)),
+        }
+        Loading(loading)
+    }
+
     /// Loads a record. After `deadline`, the call gives up, and the disk goes on with memory of its own.
     ///
     /// # Errors
     /// Returns the reason if there is no such record, or if it must not be used.
     pub fn load(&self, id: &RecordId, deadline: Instant) -> Result<Found, Missed> {
-        let shared = &*self.shared;
-        let Some(place) = shared.begin_load(id) else {
-            shared.count(|counts| counts.misses += 1);
-            return Err(Missed::Absent);
-        };
-        let loaded = shared.read(&place, id, deadline);
-        let mut state = shared.state.lock();
-        if let Some(entry) = state.get_mut(&id.key).filter(|entry| entry.sequence == place.sequence) {
-            entry.readers -= 1;
+        let loading = self.begin_load(id);
+        loading.wait_until(deadline);
+        loading.end()
+    }
+
+    /// Counts a miss, and returns why no record with the key of `id` is here. `text` is
+    /// [that of its note](RecordNote::text).
+    pub fn why_absent(&self, id: &RecordId, text: Option<std::num::NonZeroU64>) -> Missed {
+        self.shared.count(|counts| counts.misses += 1);
+        let state = self.shared.state.lock();
+        if state.known.was_evicted(&id.key) {
+            return Missed::Evicted;
         }
-        if let Err(Missed::Damaged | Missed::Failed(_)) = loaded {
-            state.quarantine(&id.key, place.sequence);
+        let others = state.known.keys_of(text);
+        let here = |key| state.get(key).is_some_and(|entry| entry.scope == self.shared.scope);
+        match others {
+            [] => Missed::Absent,
+            others if others.iter().any(here) => Missed::OtherContext,
+            _ => Missed::OtherModel,
         }
-        drop(state);
-        shared.count(|counts| match &loaded {
+    }
+}
+
+/// A record that is being loaded.
+///
+/// # Drop behaviour
+/// Nobody waits for the record any more. The disk goes on with memory of its own.
+#[must_use = "dropping it forgets what was loaded"]
+pub struct Loading(Arc<LoadState>);
+
+impl Loading {
+    /// Returns whether the load has ended. Never blocks.
+    pub fn is_over(&self) -> bool {
+        self.0.ended.lock().is_some()
+    }
+
+    /// Waits until the load has ended or `deadline` has passed. Returns whether the load has ended.
+    pub fn wait_until(&self, deadline: Instant) -> bool {
+        let mut ended = self.0.ended.lock();
+        while ended.is_none() && !self.0.changed.wait_until(&mut ended, deadline).timed_out() {}
+        ended.is_some()
+    }
+
+    /// Returns the record, and counts a hit or a miss. A load that has not ended is late.
+    ///
+    /// # Errors
+    /// Returns the reason if there is no such record, or if it must not be used.
+    pub fn end(self) -> Result<Found, Missed> {
+        let loaded = self.0.ended.lock().take().unwrap_or(Err(Missed::Late));
+        self.0.shared.count(|counts| match &loaded {
             Ok(_) => counts.hits += 1,
             Err(missed) => {
                 counts.misses += 1;
                 match missed {
-                    Missed::Absent => {}
+                    Missed::Absent | Missed::Evicted | Missed::OtherModel | Missed::OtherContext => {}
                     Missed::Differs => counts.differs += 1,
                     Missed::Damaged => counts.damaged += 1,
                     Missed::Late => counts.deadline_exceeded += 1,
@@ -75,6 +155,77 @@ impl Slab {
     }
 }
 
+impl fmt::Debug for Loading {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Loading").field("id", &self.0.id).field("is_over", &self.is_over()).finish()
+    }
+}
+
+/// The state that a load shares with the disk's threads.
+struct LoadState {
+    shared: Arc<Shared>,
+    id: RecordId,
+    ended: Mutex<Option<Result<Found, Missed>>>,
+    changed: Condvar,
+}
+
+/// The requests of a load.
+struct Reads {
+    pages: Vec<Option<Pages>>,
+    left: usize,
+    failed: Option<io::Error>,
+}
+
+impl LoadState {
+    /// Reads a record's header and payload together.
+    fn start(this: &Arc<Self>, place: Place) {
+        let shared = &*this.shared;
+        let header = (shared.geometry.cell_offset(place.runs[0].start), 1);
+        let spans = std::iter::once(header).chain(spans(shared, &place.runs, place.payload));
+        let request =
+            |(offset, count)| IoRequest { direction: Direction::Read, offset, pages: Pages::new(count) };
+        let requests: Vec<_> = spans.map(request).collect();
+        let pages = (0..requests.len()).map(|_| None).collect();
+        let reads = Mutex::new(Reads { pages, left: requests.len(), failed: None });
+        shared.rates.lock().begin();
+        let this = Arc::clone(this);
+        let on_end = move |end: IoEnd| {
+            let mut reads = reads.lock();
+            reads.pages[end.index] = Some(end.pages);
+            reads.failed = reads.failed.take().or(end.result.err());
+            reads.left -= 1;
+            if reads.left == 0 {
+                let pages: Vec<Pages> = reads.pages.drain(..).flatten().collect();
+                let loaded = match reads.failed.take() {
+                    Some(error) => Err(Missed::Failed(error)),
+                    None => check(&place, &this.id, &pages),
+                };
+                this.shared.release(&place, &this.id, &loaded);
+                this.end(loaded);
+            }
+        };
+        shared.io.start(requests, Arc::new(on_end));
+    }
+
+    fn end(&self, loaded: Result<Found, Missed>) {
+        *self.ended.lock() = Some(loaded);
+        self.changed.notify_all();
+    }
+}
+
+/// Returns the buffers of a record that was read, if its bytes and its identity match.
+fn check(place: &Place, id: &RecordId, pages: &[Pages]) -> Result<Found, Missed> {
+    let (head, rest) = pages.split_first().ok_or(Missed::Damaged)?;
+    let header = Header::read(&head.bytes()[..PAGE]).ok_or(Missed::Damaged)?;
+    if header.sequence != place.sequence || header.payload_len() != Some(place.payload) {
+        return Err(Missed::Damaged);
+    }
+    header.read_payload(id, rest.iter().map(Pages::bytes)).map_err(|fault| match fault {
+        PayloadFault::Damaged => Missed::Damaged,
+        PayloadFault::Differs => Missed::Differs,
+    })
+}
+
 /// A record that is being read.
 struct Place {
     sequence: u64,
@@ -83,32 +234,24 @@ struct Place {
 }
 
 impl Shared {
-    fn begin_load(&self, id: &RecordId) -> Option<Place> {
+    /// Returns the place of a record, which is not evicted until it is [released](Self::release).
+    fn place(&self, id: &RecordId) -> Result<Place, Missed> {
         let mut state = self.state.lock();
-        let entry = state.touch(&id.key)?;
+        let entry = state.touch(&id.key).ok_or(Missed::Absent)?;
         entry.readers += 1;
-        Some(Place { sequence: entry.sequence, payload: entry.payload, runs: entry.runs.clone() })
+        Ok(Place { sequence: entry.sequence, payload: entry.payload, runs: entry.runs.clone() })
     }
 
-    /// Reads a record's header and payload together.
-    fn read(&self, place: &Place, id: &RecordId, deadline: Instant) -> Result<Found, Missed> {
-        let header = (self.geometry.cell_offset(place.runs[0].start), 1);
-        let spans = std::iter::once(header).chain(spans(self, &place.runs, place.payload));
-        let request =
-            |(offset, count)| IoRequest { direction: Direction::Read, offset, pages: Pages::new(count) };
-        let pages = run(self.io.as_ref(), spans.map(request).collect(), Some(deadline));
-        let pages = pages.map_err(|fault| match fault {
-            RunFault::Late => Missed::Late,
-            RunFault::Failed(error) => Missed::Failed(error),
-        })?;
-        let (head, rest) = pages.split_first().ok_or(Missed::Damaged)?;
-        let header = Header::read(&head.bytes()[..PAGE]).ok_or(Missed::Damaged)?;
-        if header.sequence != place.sequence || header.payload_len() != Some(place.payload) {
-            return Err(Missed::Damaged);
+    /// Ends the reading of a record, which is removed if it cannot be used.
+    fn release(&self, place: &Place, id: &RecordId, loaded: &Result<Found, Missed>) {
+        let read = if loaded.is_ok() { place.payload } else { 0 };
+        self.rates.lock().end(read);
+        let mut state = self.state.lock();
+        if let Some(entry) = state.get_mut(&id.key).filter(|entry| entry.sequence == place.sequence) {
+            entry.readers -= 1;
         }
-        header.read_payload(id, rest.iter().map(Pages::bytes)).map_err(|fault| match fault {
-            PayloadFault::Damaged => Missed::Damaged,
-            PayloadFault::Differs => Missed::Differs,
-        })
+        if let Err(Missed::Damaged | Missed::Failed(_)) = loaded {
+            state.quarantine(&id.key, place.sequence);
+        }
     }
 }

@@ -10,7 +10,9 @@
 //! - **The limit holds at every instant**, because the file has its full size from the start.
 //! - **A crash loses only what was not synced.** A [checkpoint](table) lists the records and the cells that may
 //!   be written after it. After a crash, only the headers of these cells are read.
-//! - **Callers do not wait for the disk** unless they load. Stores are queued, and dropped if the queue is full.
+//! - **Callers do not wait for the disk.** Stores are queued, and dropped if the queue is full. A load is started,
+//!   and asked later whether it has ended.
+//! - **A parent stays at least as long as its children**, so that what is left of a chain can be found.
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
@@ -25,15 +27,19 @@ use parking_lot::{Condvar, Mutex};
 
 mod cells;
 mod geometry;
+mod known;
 mod load;
 mod open;
+mod order;
+mod rates;
 mod state;
 mod table;
 mod usage;
 mod write;
 
 use geometry::Geometry;
-pub use load::{Found, Missed};
+pub use load::{Found, Listing, Loading, Missed};
+use rates::ReadRates;
 use state::SlabState;
 use usage::Counts;
 pub use usage::SlabUsage;
@@ -92,6 +98,7 @@ struct Shared {
     queue: Mutex<Queue>,
     queue_changed: Condvar,
     counts: Mutex<Counts>,
+    rates: Mutex<ReadRates>,
 }
 
 /// Records that wait to be written.
@@ -171,6 +178,7 @@ impl Slab {
             queue: Mutex::default(),
             queue_changed: Condvar::new(),
             counts: Mutex::default(),
+            rates: Mutex::default(),
         });
         let writing = Arc::clone(&shared);
         let writer = std::thread::Builder::new()
@@ -222,6 +230,17 @@ impl Slab {
     /// Returns whether a record with this key can be loaded.
     pub fn contains(&self, key: &BlockKey) -> bool {
         self.shared.state.lock().contains(key)
+    }
+
+    /// Returns the time in which the disk is expected to read `bytes`, by moving averages of the loads so far.
+    /// Returns `None` if nothing was measured.
+    pub fn expected(&self, bytes: usize) -> Option<Duration> {
+        self.shared.rates.lock().expected(bytes)
+    }
+
+    /// Counts loads that a caller skips, because computing takes less time.
+    pub fn count_skipped(&self, loads: usize) {
+        self.shared.count(|counts| counts.loads_skipped_slower += loads as u64);
     }
 
     /// Checks that every cell has one owner. Returns a description of the first inconsistency as `Err`. Must

@@ -1,13 +1,15 @@
 //! The records of a slab, the order in which they leave, and the cells.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 
 use kvcore::BlockKey;
 
 use super::cells::CellSet;
 use super::geometry::Geometry;
+use super::known::Known;
+use super::order::Order;
 use super::table::{Listed, Table};
-use crate::record::{CellRun, Header};
+use crate::record::{CellRun, Header, RecordNote};
 
 /// The fraction of a slab's cells that a checkpoint opens.
 const OPENED: u32 = 8;
@@ -21,9 +23,8 @@ pub(super) struct Entry {
     pub(super) scope: BlockKey,
     pub(super) sequence: u64,
     pub(super) payload: usize,
+    pub(super) note: RecordNote,
     pub(super) runs: Vec<CellRun>,
-    /// The record's rank in the order of eviction.
-    tick: u64,
     /// The number of loads under way. A record that is being read is not evicted.
     pub(super) readers: u32,
 }
@@ -33,8 +34,8 @@ pub(super) struct Entry {
 pub(super) struct SlabState {
     geometry: Geometry,
     records: HashMap<BlockKey, Entry>,
-    /// The keys in the order in which they leave.
-    order: BTreeMap<u64, BlockKey>,
+    order: Order,
+    pub(super) known: Known,
     /// Free cells that may be written now.
     open: CellSet,
     /// Free cells that the next checkpoint may open.
@@ -43,7 +44,6 @@ pub(super) struct SlabState {
     pub(super) quarantined: u32,
     pub(super) sequence: u64,
     pub(super) generation: u64,
-    tick: u64,
     pub(super) evicted: u64,
 }
 
@@ -55,13 +55,13 @@ impl SlabState {
         Self {
             geometry,
             records: HashMap::new(),
-            order: BTreeMap::new(),
+            order: Order::default(),
+            known: Known::default(),
             open: CellSet::default(),
             closed,
             quarantined: 0,
             sequence: 0,
             generation: 0,
-            tick: 0,
             evicted: 0,
         }
     }
@@ -83,7 +83,7 @@ impl SlabState {
 
     /// Adds a record that is on the disk, unless its cells are not free or a newer record has its key.
     pub(super) fn adopt(&mut self, listed: Listed) {
-        let Listed { key, scope, sequence, payload, runs } = listed;
+        let Listed { key, sequence, payload, ref runs, .. } = listed;
         let cells: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
         let sound = cells == u64::from(self.geometry.cells_for(payload))
             && runs.iter().all(|&run| self.geometry.has(run));
@@ -91,7 +91,7 @@ impl SlabState {
             return;
         }
         let mut taken = Vec::new();
-        for &run in &runs {
+        for &run in runs {
             if self.closed.remove(run) || self.open.remove(run) {
                 taken.push(run);
             }
@@ -100,55 +100,37 @@ impl SlabState {
             self.give_back(taken);
             return;
         }
-        self.remove(&key);
         self.sequence = self.sequence.max(sequence);
-        self.insert(key, scope, sequence, payload, runs);
+        self.insert(listed);
     }
 
-    /// Adds a record whose cells have been taken.
-    pub(super) fn insert(
-        &mut self,
-        key: BlockKey,
-        scope: BlockKey,
-        sequence: u64,
-        payload: usize,
-        runs: Vec<CellRun>,
-    ) {
-        self.tick += 1;
-        self.order.insert(self.tick, key);
-        let entry = Entry { scope, sequence, payload, runs, tick: self.tick, readers: 0 };
-        if let Some(before) = self.records.insert(key, entry) {
-            self.order.remove(&before.tick);
-            self.give_back(before.runs);
-        }
+    /// Adds a record whose cells have been taken. A record with the same key is removed.
+    pub(super) fn insert(&mut self, listed: Listed) {
+        let Listed { key, scope, sequence, payload, note, runs } = listed;
+        self.remove(&key);
+        self.order.insert(key, note.parent);
+        self.known.insert(note.text, key);
+        self.records.insert(key, Entry { scope, sequence, payload, note, runs, readers: 0 });
     }
 
     /// Moves the records of other scopes to the front of the order of eviction.
     pub(super) fn prefer(&mut self, scope: &BlockKey) {
-        let (own, others): (Vec<_>, Vec<_>) = std::mem::take(&mut self.order)
-            .into_values()
-            .partition(|key| self.records.get(key).is_some_and(|entry| entry.scope == *scope));
-        self.tick = 0;
-        for key in others.into_iter().chain(own) {
-            self.tick += 1;
-            self.order.insert(self.tick, key);
-            if let Some(entry) = self.records.get_mut(&key) {
-                entry.tick = self.tick;
-            }
-        }
+        let records = &self.records;
+        self.order.prefer(|key| records.get(key).is_some_and(|entry| entry.scope == *scope));
     }
 
     /// Returns a record, and makes it the last one to leave.
     pub(super) fn touch(&mut self, key: &BlockKey) -> Option<&mut Entry> {
-        let entry = self.records.get_mut(key)?;
-        self.order.remove(&entry.tick);
-        self.tick += 1;
-        self.order.insert(self.tick, *key);
-        entry.tick = self.tick;
-        Some(entry)
+        self.order.touch(key);
+        self.records.get_mut(key)
     }
 
     /// Returns a record.
+    pub(super) fn get(&self, key: &BlockKey) -> Option<&Entry> {
+        self.records.get(key)
+    }
+
+    /// Returns a record, to be changed.
     pub(super) fn get_mut(&mut self, key: &BlockKey) -> Option<&mut Entry> {
         self.records.get_mut(key)
     }
@@ -175,7 +157,8 @@ impl SlabState {
 
     fn take_out(&mut self, key: &BlockKey) -> Option<Entry> {
         let entry = self.records.remove(key)?;
-        self.order.remove(&entry.tick);
+        self.order.remove(key);
+        self.known.remove(entry.note.text, key);
         Some(entry)
     }
 
@@ -199,9 +182,10 @@ impl SlabState {
         let wanted = needed.max((self.geometry.cells / OPENED).min(MOST_OPENED));
         let free = |state: &Self| state.open.len() + state.closed.len();
         while free(self) < wanted {
-            let leaving = self.order.values().find(|key| self.records[*key].readers == 0).copied();
-            let Some(key) = leaving else { break };
+            let is_read = |key: &BlockKey| self.records.get(key).is_some_and(|entry| entry.readers > 0);
+            let Some(key) = self.order.first(|key| !is_read(key)) else { break };
             self.remove(&key);
+            self.known.evicted(&key);
             self.evicted += 1;
         }
         free(self) >= needed
@@ -215,9 +199,9 @@ impl SlabState {
         }
         let count = self.geometry.cells_for(needed).max(self.geometry.cells / OPENED).min(closed.len());
         let open = closed.take(count.min(MOST_OPENED.max(self.geometry.cells_for(needed))), usize::MAX);
-        let listed = self.order.values().filter_map(|key| {
-            let Entry { scope, sequence, payload, ref runs, .. } = *self.records.get(key)?;
-            Some(Listed { key: *key, scope, sequence, payload, runs: runs.clone() })
+        let listed = self.order.keys().filter_map(|key| {
+            let Entry { scope, sequence, payload, note, ref runs, .. } = *self.records.get(key)?;
+            Some(Listed { key: *key, scope, sequence, payload, note, runs: runs.clone() })
         });
         Table {
             generation: self.generation + 1,
@@ -268,8 +252,6 @@ impl SlabState {
             let (all, aside) = (self.geometry.cells, self.quarantined);
             return Err(format!("of {all} cells, {owned} have an owner and {aside} are set aside"));
         }
-        let ordered = self.order.len() == self.records.len()
-            && self.order.iter().all(|(tick, key)| self.records.get(key).is_some_and(|e| e.tick == *tick));
-        if ordered { Ok(()) } else { Err("the order of eviction does not list every record once".to_owned()) }
+        self.order.check(self.records.len())
     }
 }

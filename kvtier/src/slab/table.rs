@@ -1,13 +1,15 @@
 //! Checkpoints: a slab's records and open cells, as one table that is written as a whole.
 
+use std::num::NonZeroU64;
+
 use kvcore::BlockKey;
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::io::{PAGE, Pages};
-use crate::record::CellRun;
+use crate::record::{CellRun, RecordNote};
 
 /// The first bytes of a table.
-const MAGIC: [u8; 8] = *b"KVTABLE1";
+const MAGIC: [u8; 8] = *b"KVTABLE2";
 
 /// A record as a checkpoint lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,6 +18,7 @@ pub(super) struct Listed {
     pub(super) scope: BlockKey,
     pub(super) sequence: u64,
     pub(super) payload: usize,
+    pub(super) note: RecordNote,
     pub(super) runs: Vec<CellRun>,
 }
 
@@ -53,12 +56,15 @@ impl Table {
         }
         runs(&mut body, &self.open);
         word(&mut body, self.records.len() as u64);
-        for Listed { key, scope, sequence, payload, runs: places } in &self.records {
+        for Listed { key, scope, sequence, payload, note, runs: places } in &self.records {
             body.extend_from_slice(key.as_bytes());
             let scope = scopes.binary_search(scope).unwrap_or_default();
             body.extend_from_slice(&(scope as u32).to_le_bytes());
             word(&mut body, *sequence);
             word(&mut body, *payload as u64);
+            body.extend_from_slice(&note.parent_bytes());
+            word(&mut body, note.nanoseconds());
+            word(&mut body, note.text.map_or(0, NonZeroU64::get));
             runs(&mut body, places);
         }
         let mut pages = Pages::new(1 + body.len().div_ceil(PAGE));
@@ -104,7 +110,8 @@ impl Table {
             let key = body.key()?;
             let scope = *scopes.get(body.half()? as usize)?;
             let (sequence, payload) = (body.word()?, body.word()? as usize);
-            Some(Listed { key, scope, sequence, payload, runs: body.runs()? })
+            let note = RecordNote::of_file(body.key()?, body.word()?, body.word()?);
+            Some(Listed { key, scope, sequence, payload, note, runs: body.runs()? })
         };
         let records = (0..records).map(|_| listed()).collect::<Option<Vec<_>>>()?;
         Some(Self { generation, sequence, open, records })
@@ -142,6 +149,8 @@ impl<'a> Reader<'a> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn table() -> Table {
@@ -151,6 +160,11 @@ mod tests {
             scope: key(byte % 2),
             sequence: u64::from(byte) << 33,
             payload: 1000 + usize::from(byte),
+            note: RecordNote {
+                parent: (byte % 3 > 0).then(|| key(byte)),
+                cost: Duration::from_micros(u64::from(byte)),
+                text: NonZeroU64::new(u64::from(byte % 4)),
+            },
             runs: (0..u32::from(byte) % 3).map(|start| CellRun { start: 7 * start, count: 3 }).collect(),
         };
         let open = vec![CellRun { start: 100, count: 50 }, CellRun { start: 200, count: 1 }];

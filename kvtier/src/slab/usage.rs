@@ -23,6 +23,8 @@ pub struct SlabUsage {
     pub damaged: u64,
     /// Loads that ended at their deadline.
     pub deadline_exceeded: u64,
+    /// Loads that were skipped, because computing takes less time.
+    pub loads_skipped_slower: u64,
     /// Loads that the disk refused.
     pub read_errors: u64,
     /// Batches and checkpoints that the disk refused.
@@ -41,6 +43,7 @@ pub(super) struct Counts {
     pub(super) differs: u64,
     pub(super) damaged: u64,
     pub(super) deadline_exceeded: u64,
+    pub(super) loads_skipped_slower: u64,
     pub(super) read_errors: u64,
     pub(super) write_errors: u64,
     pub(super) stores_dropped: u64,
@@ -62,6 +65,7 @@ impl Slab {
             differs: counts.differs,
             damaged: counts.damaged,
             deadline_exceeded: counts.deadline_exceeded,
+            loads_skipped_slower: counts.loads_skipped_slower,
             read_errors: counts.read_errors,
             write_errors: counts.write_errors,
             stores_dropped: counts.stores_dropped,

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use kvcore::BlockKey;
 
 use super::open::write;
+use super::table::Listed;
 use super::{Shared, SlabState};
 use crate::io::{Direction, IoRequest, PAGE, Pages, run};
-use crate::record::{CellRun, Header, Record};
+use crate::record::{CellRun, Header, Record, RecordId};
 
 /// The largest request in bytes.
 pub(super) const REQUEST: usize = 256 << 10;
@@ -98,7 +99,9 @@ impl Shared {
         let mut state = self.state.lock();
         for Placed { record, runs, sequence, .. } in batch {
             if written.is_ok() {
-                state.insert(record.id.key, self.scope, sequence, record.payload_len(), runs);
+                let payload = record.payload_len();
+                let Record { id: RecordId { key, .. }, note, .. } = record;
+                state.insert(Listed { key, scope: self.scope, sequence, payload, note, runs });
             } else {
                 state.give_back(runs);
             }
@@ -129,6 +132,7 @@ impl Shared {
                 sequence: *sequence,
                 key: record.id.key,
                 scope: self.scope,
+                note: record.note,
                 stored_start: record.id.stored_start,
                 tokens: record.id.tokens.len(),
                 label: record.id.label.len(),

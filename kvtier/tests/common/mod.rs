@@ -22,7 +22,7 @@ pub(crate) fn record(number: u32, bytes: usize) -> Record {
     };
     let buffers =
         vec![(0..bytes / 2).map(|_| next()).collect(), (0..bytes - bytes / 2).map(|_| next()).collect()];
-    Record { id: RecordId { key, tokens, stored_start: i64::from(number), label: "test".into() }, buffers }
+    Record::new(RecordId { key, tokens, stored_start: i64::from(number), label: "test".into() }, buffers)
 }
 
 /// Loads a record within a few seconds.

@@ -10,7 +10,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, Assembler, Assembly, ChunkReport, Findings, PositionPlan, PositionReindexer, TenantKeys,
+    AssembledPrompt, Assembler, Assembly, BeganFetch, ChunkReport, Findings, PositionPlan, PositionReindexer,
+    TenantKeys, TierFetch,
 };
 use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
 use kvmodel::{AttentionMass, Observer};
@@ -250,13 +251,29 @@ impl LivePrompt {
         }
     }
 
-    /// Looks up the prompt's parts, and allocates blocks for the missing parts. Does nothing for an ordinary
-    /// prompt.
-    pub(crate) fn look_up(&mut self, runner: &Runner, request: &Request) -> Result<()> {
+    /// Starts to load the prompt's parts that are on a disk and not in memory. Returns `None` without a disk,
+    /// for an ordinary prompt, and if the prompt must not reuse anything.
+    pub(crate) fn fetch(&self, runner: &Runner, request: &Request) -> Result<Option<BeganFetch>> {
+        let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(None) };
+        if !request.reuse {
+            return Ok(None);
+        }
+        let reindexer = PositionReindexer::for_layers(&self.ropes);
+        Ok(assembler(runner, request, self.keys, &reindexer)?.fetch(prompt, plan)?)
+    }
+
+    /// Looks up the prompt's parts, and allocates blocks for the missing parts. Uses what was `fetched` from a
+    /// disk. Does nothing for an ordinary prompt.
+    pub(crate) fn look_up(
+        &mut self,
+        runner: &Runner,
+        request: &Request,
+        fetched: Option<&TierFetch>,
+    ) -> Result<()> {
         let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(()) };
         let reindexer = PositionReindexer::for_layers(&self.ropes);
-        let mut assembly =
-            assembler(runner, request, self.keys, &reindexer)?.assemble_at(prompt, plan.clone())?;
+        let assembler = Assembler { fetched, ..assembler(runner, request, self.keys, &reindexer)? };
+        let mut assembly = assembler.assemble_at(prompt, plan.clone())?;
         self.costs.recomputed_tokens = 0;
         let rows = PendingRows::new(assembly.take_inputs());
         let since = runner.setup.clock.millis();
@@ -270,7 +287,7 @@ impl LivePrompt {
     pub(crate) fn advance(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         while self.left() == 0 {
             match &mut self.parts {
-                PromptParts::None if self.plan.is_some() => self.look_up(runner, request)?,
+                PromptParts::None if self.plan.is_some() => self.look_up(runner, request, None)?,
                 PromptParts::Missing { assembly, .. } if assembly.is_ready() => self.store()?,
                 PromptParts::Missing { assembly, reindexer, rows, since } => {
                     let now = runner.setup.clock.millis();
@@ -428,7 +445,8 @@ fn assembler<'a>(
     let chunks = runner.caches.chunks().filter(|cache| request.reuse && cache.config().enabled);
     let (prefixes, cell) = (request.reuse, request.cell);
     let (replicas, tier) = (runner.replicas.as_ref(), runner.tier.as_ref());
-    Ok(Assembler { chunks, tenant, main, prefixes, cell, reindexer, ranks: None, replicas, tier })
+    let (ranks, fetched) = (None, None);
+    Ok(Assembler { chunks, tenant, main, prefixes, cell, reindexer, ranks, replicas, tier, fetched })
 }
 
 #[cfg(test)]

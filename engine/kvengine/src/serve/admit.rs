@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kvcore::{Logits, SequenceInput, SequenceStart, WriteSlots};
 
+use super::disk::DiskFetch;
 use super::feed::Feed;
 use super::live::{LiveRequest, ServiceRank};
 use super::scheduler::Scheduler;
@@ -18,7 +19,8 @@ impl Scheduler {
     pub(super) fn admit(&mut self, runner: &mut Runner, most: usize) -> Option<(ServiceRank, usize)> {
         let answers: usize = self.running.iter().map(|live| live.request.width()).sum();
         loop {
-            let (&rank, live) = self.waiting.first_key_value()?;
+            // A request that loads from a disk does not hold up the others.
+            let (&rank, live) = self.waiting.iter().find(|(_, live)| !live.is_loading(runner))?;
             let alone = self.running.is_empty();
             if !alone
                 && (answers + live.request.width() > self.limits.running
@@ -81,7 +83,7 @@ impl LiveRequest {
     }
 
     /// Returns true if the prompt is looked up when its sequence is created.
-    fn finds_prefix(&self) -> bool {
+    pub(super) fn finds_prefix(&self) -> bool {
         !self.prompt.is_chunked() && self.request.reuse && self.request.forced.is_none()
     }
 
@@ -97,10 +99,25 @@ impl LiveRequest {
         if self.swap_in(runner, alone)? {
             return Ok(None);
         }
-        self.prompt.look_up(runner, &self.request)?;
         if self.prompt.is_chunked() {
+            let fetched = if let DiskFetch::Running(fetch) = &self.fetch { Some(fetch) } else { None };
+            self.prompt.look_up(runner, &self.request, fetched)?;
+            self.fetch = DiskFetch::Done;
             return Ok(None);
         }
+        let _held = self.put_prefix(runner)?;
+        let piece = self.begin_ordinary(runner, most, alone)?;
+        self.fetch = DiskFetch::Done;
+        Ok(piece)
+    }
+
+    /// Allocates the blocks for the first piece of an ordinary prompt, of up to `most` tokens.
+    fn begin_ordinary(
+        &mut self,
+        runner: &mut Runner,
+        most: usize,
+        alone: bool,
+    ) -> Result<Option<(usize, SequenceInput)>> {
         // If all samples have ended, there is nothing to compute.
         let Some(branch) = self.unfed() else { return Ok(None) };
         if alone || !self.finds_prefix() {

@@ -9,6 +9,7 @@ use kvcore::{BlockKey, PromptKeys, SequenceId, SequenceInput, SequenceStart, Swa
 use super::answer::{AnswerEvent, AnswerSender, RequestId};
 use super::beams::Beams;
 use super::bounds::PageBounds;
+use super::disk::DiskFetch;
 use crate::error::Error;
 use crate::prompt::LivePrompt;
 use crate::request::{FinishReason, Generation, Request, TokenLogprobs};
@@ -37,6 +38,8 @@ pub(super) struct LiveRequest {
     /// The number of blocks that were available in the main pool when the request was last refused for lack
     /// of room.
     pub(super) refused: Option<usize>,
+    /// What the request loads from a disk before it is admitted.
+    pub(super) fetch: DiskFetch,
 }
 
 /// One sample of a request: a sequence that follows the request's context.

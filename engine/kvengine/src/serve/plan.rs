@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::disk::DiskFetch;
 use super::feed::{Feed, StepPlan};
 use super::live::{LiveRequest, ServiceRank, index_of};
 use super::scheduler::{Scheduler, StepTimes, Watch};
@@ -31,6 +32,7 @@ impl Scheduler {
             left -= self.feed_prompt(runner, watch, self.ranks[i], left).min(left);
         }
         self.take_slots(runner);
+        self.fetch(runner);
         // A request that was preempted in this step must not be admitted again in the same step.
         while left > 0 && self.preemptions == preempted {
             let Some((rank, fed)) = self.admit(runner, left) else { break };
@@ -257,6 +259,7 @@ impl Scheduler {
             self.swaps += 1;
         } else {
             live.withdraw(runner);
+            live.fetch = DiskFetch::default();
         }
         self.preemptions += 1;
         self.waiting.extend(self.moving.take().map(|live| (rank, live)));

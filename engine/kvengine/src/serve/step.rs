@@ -118,6 +118,11 @@ impl Scheduler {
     /// Frees the blocks of requests and samples that have ended.
     fn remove_ended(&mut self, runner: &mut Runner) {
         self.running.retain_mut(|live| {
+            for at in 0..live.branches.len() {
+                if live.branches[at].over {
+                    live.save_branch(runner, at);
+                }
+            }
             if live.is_over() {
                 live.withdraw(runner);
                 return false;
@@ -147,7 +152,10 @@ impl Scheduler {
         let result = self.compute(runner, &ropes, observer);
         self.times.model += started.elapsed();
         if prefill {
-            self.swap.computed(tokens, started.elapsed());
+            let token = self.swap.computed(tokens, started.elapsed());
+            if let Some(tier) = &runner.tier {
+                tier.prefill.set(token);
+            }
         }
         match result {
             Ok(pass) => self.take_results(runner, &ropes, tokens, pass),
@@ -242,10 +250,12 @@ impl Scheduler {
         runner.forward(ropes, batch, observer)
     }
 
-    /// Waits briefly for a part that another engine is computing. Called when there is nothing else to do.
+    /// Waits briefly for a part that another engine is computing, or for a disk. Called when there is nothing else to do.
     fn pause(&self) {
         if let Some(waiter) = self.running.iter().find_map(|live| live.prompt.waiter()) {
             waiter.wait_for(PAUSE);
+        } else {
+            self.wait_for_disk(PAUSE);
         }
     }
 }

@@ -7,6 +7,7 @@ use kvchunk::PositionPlan;
 use kvcore::{CacheKind, GroupKind};
 
 use super::answer::{self, Answer, RequestId};
+use super::disk::DiskFetch;
 use super::live::{Branch, LiveRequest};
 use super::scheduler::Scheduler;
 use crate::error::{Error, Result};
@@ -60,6 +61,7 @@ impl Scheduler {
             beams: None,
             quotable,
             refused: None,
+            fetch: DiskFetch::default(),
         };
         self.waiting.insert(live.rank(), live);
         Ok(answer)

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use kvchunk::{ChunkParcel, ReuseCell};
+use kvchunk::{ChunkParcel, LoadRule, ReuseCell};
 use kvcore::{DType, KvFormat};
 use kvengine::Engine;
 use kvtier::{Slab, SlabConfig};
@@ -18,6 +18,8 @@ fn started(name: &str, format: KvFormat, folder: &Path) -> Engine {
     let mut engine = engine(name, format);
     let config = SlabConfig { limit: 8 << 20, cell_bytes: 8 << 10, ..SlabConfig::default() };
     engine.open_disk(folder, config).unwrap();
+    // The models are so small that computing is faster.
+    engine.load_from_disk(LoadRule::Always(Duration::from_secs(20)));
     engine
 }
 
@@ -48,7 +50,7 @@ for_every! {
         let mut first = started(name, DType::F32.into(), folder.path());
         let computed = ask_three(&mut first, &golden.prompt, cell);
         let (records, here) = (saved(&first), contents(&first));
-        assert_eq!(records as u64, first.chunks().unwrap().metrics().insertions);
+        assert!(records as u64 > first.chunks().unwrap().metrics().insertions, "chunks, and the system prompt");
         drop(first);
         let mut second = started(name, DType::F32.into(), folder.path());
         let found = ask_three(&mut second, &golden.prompt, cell);
@@ -58,7 +60,7 @@ for_every! {
         let (disk, chunks) = (second.disk().unwrap().usage(), second.chunks().unwrap().metrics());
         assert_eq!((disk.hits, disk.misses, chunks.tokens_computed), (records as u64, 0, 0));
         ask_three(&mut second, &golden.prompt, cell);
-        assert_eq!(second.disk().unwrap().usage().hits, disk.hits, "the chunks are in memory now");
+        assert_eq!(second.disk().unwrap().usage().hits, disk.hits, "all is in memory now");
         second.check_invariants().unwrap();
     }
 }
@@ -85,7 +87,7 @@ fn other_models_formats_and_modes_find_nothing() {
     let ask = |name: &str, format: KvFormat, cell| {
         let mut engine = started(name, format, folder.path());
         ask_three(&mut engine, &golden.prompt, cell);
-        engine.disk().unwrap().usage().hits
+        engine.chunks().unwrap().metrics().fetched
     };
     let (f32, cell) = (KvFormat::from(DType::F32), ReuseCell::SEQUENTIAL_WITH_SYSTEM);
     assert_eq!(ask("llama", f32, cell), 0);
@@ -114,9 +116,7 @@ fn a_damaged_disk_costs_time_and_changes_no_answer() {
         let mut engine = started("llama", f32, folder.path());
         let answer = ask_three(&mut engine, &golden.prompt, cell);
         assert_eq!(answer.tokens, computed.tokens);
-        let usage = engine.disk().unwrap().usage();
-        damaged += usage.misses;
-        assert_eq!(usage.hits + usage.misses, 3);
+        damaged += engine.disk().unwrap().usage().misses;
         engine.check_invariants().unwrap();
     }
     assert!(damaged > 0);

@@ -280,6 +280,7 @@ impl Lab {
             ranks: None,
             replicas: None,
             tier: None,
+            fetched: None,
         }
     }
 

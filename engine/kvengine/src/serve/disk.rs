@@ -1,0 +1,126 @@
+//! Loads what waiting requests miss from a disk, and saves what ended requests have computed. No step waits for
+//! the disk.
+//!
+//! ```text
+//!   waiting: Open ──► Running ──► over ──► admitted ──► Done        preempted: Open again
+//!              └─► nothing on the disk ─────► admitted ──► Done
+//! ```
+
+use std::time::Duration;
+
+use kvchunk::{BeganFetch, TierFetch, TierLink};
+use kvcore::{KvPool, SharedBlocks};
+
+use super::live::LiveRequest;
+use super::scheduler::Scheduler;
+use crate::error::Result;
+use crate::runner::Runner;
+
+/// The number of requests per step whose loads are tried again, because others load the same records.
+const TRIES: usize = 8;
+
+/// What a request loads from a disk.
+#[derive(Debug, Default)]
+pub(super) enum DiskFetch {
+    /// Not begun, or to be tried again.
+    #[default]
+    Open,
+    /// The records are being loaded, or have been loaded and are not used yet.
+    Running(TierFetch),
+    /// The request has used what was on the disk.
+    Done,
+}
+
+impl Scheduler {
+    /// Starts the loads of waiting requests, in the order of service.
+    pub(super) fn fetch(&mut self, runner: &Runner) {
+        let Some(tier) = &runner.tier else { return };
+        let open = |live: &&mut LiveRequest| matches!(live.fetch, DiskFetch::Open);
+        let mut later = 0;
+        for live in self.waiting.values_mut().filter(open) {
+            match live.begin_fetch(runner, tier) {
+                Ok(Some(BeganFetch::Loading(fetch) | BeganFetch::Nothing(fetch))) => {
+                    live.fetch = DiskFetch::Running(fetch);
+                }
+                Ok(Some(BeganFetch::Later)) => {
+                    later += 1;
+                    if later == TRIES {
+                        return;
+                    }
+                }
+                // The lookup reports what is wrong with the request.
+                Ok(None) | Err(_) => live.fetch = DiskFetch::Done,
+            }
+        }
+    }
+
+    /// Waits for at most `limit` for a record that a request is loading, if nothing else is to be done.
+    pub(super) fn wait_for_disk(&self, limit: Duration) {
+        let mut running = self.waiting.values().filter_map(|live| match &live.fetch {
+            DiskFetch::Running(fetch) if !fetch.is_over() => Some(fetch),
+            _ => None,
+        });
+        if let Some(fetch) = running.next() {
+            fetch.wait_for(limit);
+        }
+    }
+}
+
+impl LiveRequest {
+    /// Returns true if the request should not be admitted yet, because it is loading from a disk or will.
+    pub(super) fn is_loading(&self, runner: &Runner) -> bool {
+        match &self.fetch {
+            DiskFetch::Open => runner.tier.is_some(),
+            DiskFetch::Running(fetch) => !fetch.is_over(),
+            DiskFetch::Done => false,
+        }
+    }
+
+    /// Starts to load what the request misses. Returns `None` if it uses no disk.
+    fn begin_fetch(&mut self, runner: &Runner, tier: &TierLink) -> Result<Option<BeganFetch>> {
+        if self.prompt.is_chunked() {
+            return self.prompt.fetch(runner, &self.request);
+        }
+        let Some((branch, pool)) = self.unfed().zip(self.kept_in(runner)) else { return Ok(None) };
+        let root = *self.prompt.keys().root();
+        let branch = &mut self.branches[branch];
+        if branch.swapped.is_some() {
+            return Ok(None);
+        }
+        let keys = branch.prompt_keys(root, pool.block_size());
+        Ok(Some(tier.fetch_prefix(&pool, keys.keys(), keys.tokens())))
+    }
+
+    /// Returns the pool that keeps the blocks of the request's own sequences, or `None` if they are not kept.
+    fn kept_in(&self, runner: &Runner) -> Option<KvPool> {
+        let [(_, cache)] = runner.caches.sequences.groups() else { return None };
+        self.finds_prefix().then(|| cache.kv_pool().clone())
+    }
+
+    /// Puts the blocks of an ordinary prompt that were loaded into the pool, and holds them.
+    pub(super) fn put_prefix(&mut self, runner: &Runner) -> Result<Option<SharedBlocks>> {
+        let (Some(tier), Some(pool)) = (&runner.tier, self.kept_in(runner)) else { return Ok(None) };
+        let (DiskFetch::Running(fetch), Some(branch)) = (&self.fetch, self.unfed()) else { return Ok(None) };
+        let root = *self.prompt.keys().root();
+        let keys = self.branches[branch].prompt_keys(root, pool.block_size());
+        Ok(Some(tier.put_prefix(&pool, (&root, keys.keys()), fetch)?))
+    }
+
+    /// Queues the blocks of a sample's sequence to be written to the disk, so that prompts that start with the
+    /// same tokens find them. Errors are ignored: the blocks are computed again.
+    pub(super) fn save_branch(&mut self, runner: &Runner, branch: usize) {
+        let (Some(tier), Some(pool)) = (&runner.tier, self.kept_in(runner)) else { return };
+        let root = *self.prompt.keys().root();
+        let branch = &mut self.branches[branch];
+        let Some(sequence) = branch.sequence else { return };
+        let Ok(segment) = runner.caches.sequences.first().segment(sequence) else { return };
+        let full = branch.computed.min(segment.len) / pool.block_size();
+        // Blocks that a window has passed are gone, and the blocks after them cannot be found alone.
+        if segment.logical_start > 0 || segment.blocks.len() < full {
+            return;
+        }
+        let keys = branch.prompt_keys(root, pool.block_size());
+        let full = full.min(keys.keys().len());
+        drop(tier.save_prefix(&root, keys.tokens(), &keys.keys()[..full], &segment.blocks[..full]));
+    }
+}

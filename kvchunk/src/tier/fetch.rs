@@ -1,0 +1,191 @@
+//! Loads what a prompt misses, while the prompt waits for its turn.
+
+use std::collections::HashMap;
+use std::num::NonZeroU64;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvcore::BlockKey;
+use kvtier::{Found, Loading, RecordId, RecordNote};
+use parking_lot::Mutex;
+
+use super::staging::Staged;
+use super::{LoadRule, MissReason, TierLink};
+
+/// The part of the time to compute everything that a request may lose by waiting for a disk.
+const MOST_LOST: f64 = 0.05;
+
+/// One of so many loads is tried, although it was expected to be slower than computing, because the disk may
+/// have become faster.
+const TRIED: u64 = 16;
+
+/// A record that a prompt needs.
+#[derive(Debug)]
+pub(super) struct Wanted {
+    pub(super) id: RecordId,
+    pub(super) text: Option<NonZeroU64>,
+}
+
+/// What became of an attempt to load what a prompt misses.
+#[derive(Debug)]
+pub enum BeganFetch {
+    /// Nothing is being loaded. Contains the reasons why parts are not on the disk.
+    Nothing(TierFetch),
+    /// The records are being loaded.
+    Loading(TierFetch),
+    /// Other requests are loading some of the records, or use all memory for loads. Try again later.
+    Later,
+}
+
+/// The records that a prompt needs, as they arrive from a disk.
+///
+/// # Drop behaviour
+/// Nobody waits for the records any more.
+#[derive(Debug)]
+pub struct TierFetch {
+    records: Mutex<HashMap<BlockKey, Part>>,
+    since: Instant,
+    rule: LoadRule,
+    /// The time to compute everything that is being loaded, or `None` if it is not known.
+    cost: Option<Duration>,
+    /// The memory of the records, given back when this value is dropped.
+    staged: Option<Staged>,
+}
+
+/// A record that a prompt needs.
+#[derive(Debug)]
+enum Part {
+    /// The record is being loaded. Contains the time to compute it.
+    Loading(Loading, Duration),
+    Missed(MissReason),
+}
+
+impl TierLink {
+    /// Starts to load records, given in the order in which the prompt needs them.
+    pub(super) fn begin(&self, wanted: Vec<Wanted>) -> BeganFetch {
+        let mut records = HashMap::new();
+        let mut listed = Vec::new();
+        let (mut bytes, mut cost) = (0, Some(Duration::ZERO));
+        for Wanted { id, text } in wanted {
+            if records.contains_key(&id.key)
+                || listed.iter().any(|(known, _): &(RecordId, _)| known.key == id.key)
+            {
+                continue;
+            }
+            let Some(listing) = self.slab.peek(&id.key) else {
+                records.insert(id.key, Part::Missed((&self.slab.why_absent(&id, text)).into()));
+                continue;
+            };
+            let takes = self.cost_of(&id, listing.note);
+            bytes += listing.bytes;
+            cost = cost.zip(takes).map(|(sum, takes)| sum + takes);
+            listed.push((id, takes.unwrap_or_default()));
+        }
+        let mut fetch = TierFetch {
+            records: Mutex::default(),
+            since: Instant::now(),
+            rule: self.rule,
+            cost,
+            staged: None,
+        };
+        if !listed.is_empty() && self.is_slower(bytes, cost) {
+            self.slab.count_skipped(listed.len());
+            records.extend(listed.drain(..).map(|(id, _)| (id.key, Part::Missed(MissReason::Slower))));
+        }
+        if listed.is_empty() {
+            return BeganFetch::Nothing(TierFetch { records: Mutex::new(records), ..fetch });
+        }
+        let keys = listed.iter().map(|(id, _)| id.key).collect();
+        let Some(staged) = self.staging.take(keys, bytes) else { return BeganFetch::Later };
+        let load = |(id, takes): (RecordId, _)| (id.key, Part::Loading(self.slab.begin_load(&id), takes));
+        records.extend(listed.into_iter().map(load));
+        (fetch.records, fetch.staged) = (Mutex::new(records), Some(staged));
+        BeganFetch::Loading(fetch)
+    }
+
+    /// Returns the time to compute a record: as measured in this process, or else when the record was computed.
+    fn cost_of(&self, id: &RecordId, note: RecordNote) -> Option<Duration> {
+        let measured = self.prefill.cost(id.tokens.len());
+        Some(if measured.is_zero() { note.cost } else { measured }).filter(|cost| !cost.is_zero())
+    }
+
+    /// Returns whether computing is expected to end before the disk has read `bytes`, and the disk need not be
+    /// tried again.
+    fn is_slower(&self, bytes: usize, cost: Option<Duration>) -> bool {
+        let expected = self.slab.expected(bytes + self.staging.bytes());
+        match (self.rule, expected, cost) {
+            (LoadRule::IfFaster, Some(expected), Some(cost)) if expected >= cost => {
+                !self.skips.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIED)
+            }
+            _ => false,
+        }
+    }
+}
+
+impl TierFetch {
+    /// Returns whether the prompt should be looked up now: everything has arrived, or waiting would cost more
+    /// than the [rule](LoadRule) allows. Never blocks.
+    pub fn is_over(&self) -> bool {
+        let records = self.records.lock();
+        let left = records.values().filter_map(|part| match part {
+            Part::Loading(loading, cost) if !loading.is_over() => Some(*cost),
+            _ => None,
+        });
+        let (count, left) = left.fold((0, Duration::ZERO), |(count, sum), cost| (count + 1, sum + cost));
+        if count == 0 {
+            return true;
+        }
+        let waited = self.since.elapsed();
+        match (self.rule, self.cost) {
+            (LoadRule::Always(patience), _) => waited >= patience,
+            (LoadRule::IfFaster, None) => waited >= super::PATIENCE,
+            // If the prompt stopped waiting now, it would compute what is left.
+            (LoadRule::IfFaster, Some(cost)) => waited + left >= cost.mul_f64(1.0 + MOST_LOST),
+        }
+    }
+
+    /// Waits for at most `limit`, or until a record has arrived.
+    pub fn wait_for(&self, limit: Duration) {
+        let until = Instant::now() + limit;
+        let records = self.records.lock();
+        let next = records.values().find_map(|part| match part {
+            Part::Loading(loading, _) if !loading.is_over() => Some(loading),
+            _ => None,
+        });
+        if let Some(loading) = next {
+            loading.wait_until(until);
+        }
+    }
+
+    /// Waits until the fetch [is over](Self::is_over).
+    pub fn wait(&self) {
+        while !self.is_over() {
+            self.wait_for(Duration::from_millis(1));
+        }
+    }
+
+    /// Removes and returns a record that has arrived. Otherwise, records why there is none.
+    pub(super) fn take(&self, key: &BlockKey) -> Option<Found> {
+        let mut records = self.records.lock();
+        let part = records.get_mut(key)?;
+        let Part::Loading(..) = part else { return None };
+        let Part::Loading(loading, _) = std::mem::replace(part, Part::Missed(MissReason::Evicted)) else {
+            return None;
+        };
+        match loading.end() {
+            Ok(buffers) => Some(buffers),
+            Err(missed) => {
+                *part = Part::Missed((&missed).into());
+                None
+            }
+        }
+    }
+
+    /// Returns why a record is not used, if the prompt asked for it.
+    pub(crate) fn reason(&self, key: &BlockKey) -> Option<MissReason> {
+        match self.records.lock().get(key)? {
+            Part::Loading(..) => None,
+            Part::Missed(reason) => Some(*reason),
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Chunks and prefixes that outlive the process: a tier on a disk below the caches.
+//!
+//! ```text
+//!   computed ──► save: copied ─► queue of the slab                         the request does not wait
+//!   before a lookup ──► fetch: what is missing here and on the disk        the step does not wait
+//!        └─ over, or slower than computing ──► lookup: compared, written ──► Hit      the rest: Compute
+//! ```
+//!
+//! The bytes of a chunk or a block follow from its key, so what is loaded equals what would be computed. A piece
+//! whose hash is not collision-resistant, or that slept quantised, is not saved.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvtier::{RecordId, Slab};
+
+use crate::replica::ReplicaDevice;
+
+mod fetch;
+mod lookup;
+mod missed;
+mod prefix;
+mod save;
+mod staging;
+
+pub use fetch::{BeganFetch, TierFetch};
+pub(crate) use lookup::TierLookup;
+pub use missed::MissReason;
+pub(crate) use save::TierSaving;
+use staging::Staging;
+
+/// The bytes that may be loaded and not yet used, unless a caller sets another limit.
+const STAGED_BYTES: usize = 1 << 30;
+
+/// The longest time that a request waits for records whose computation was not measured.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// The link between an engine's caches and a slab on a disk.
+#[derive(Debug, Clone)]
+pub struct TierLink {
+    /// The memory that holds the caches' blocks.
+    pub device: ReplicaDevice,
+    /// The records on the disk.
+    pub slab: Arc<Slab>,
+    /// When records are loaded instead of computed.
+    pub rule: LoadRule,
+    /// The time that computing takes, to compare loads with.
+    pub prefill: Arc<PrefillRate>,
+    staging: Arc<Staging>,
+    /// The number of prompts whose loads were expected to be slower than computing, from 1.
+    skips: Arc<AtomicU64>,
+}
+
+/// The rule for loading records instead of computing their contents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum LoadRule {
+    /// A request loads what is expected to be loaded before it would be computed, and stops waiting as soon as
+    /// waiting costs it more than a twentieth of the time to compute everything.
+    #[default]
+    IfFaster,
+    /// A request loads everything, and waits at most this long.
+    Always(Duration),
+}
+
+impl TierLink {
+    /// Creates a link that loads what is [faster](LoadRule::IfFaster) to load.
+    pub fn new(device: ReplicaDevice, slab: Arc<Slab>) -> Self {
+        let (staging, skips) = (Staging::new(STAGED_BYTES), Arc::new(AtomicU64::new(1)));
+        Self { device, slab, rule: LoadRule::default(), prefill: Arc::default(), staging, skips }
+    }
+
+    /// Returns the link with another limit on the bytes that are loaded and not yet used.
+    #[must_use]
+    pub fn with_staging(self, bytes: usize) -> Self {
+        Self { staging: Staging::new(bytes), ..self }
+    }
+
+    /// Returns the identity of a record of whole blocks.
+    fn id(&self, key: kvcore::BlockKey, tokens: &[u32], stored_start: i64, num_blocks: usize) -> RecordId {
+        // The key covers the layout, too, so the label only guards against records of programs whose keys
+        // cover less.
+        let label = format!("{:?} {}", self.device.shape_of(num_blocks), self.device.keys);
+        RecordId { key, tokens: tokens.into(), stored_start, label: label.into() }
+    }
+}
+
+/// The measured time to compute a token in a prefill, shared by an engine with its tier.
+#[derive(Debug, Default)]
+pub struct PrefillRate(AtomicU64);
+
+impl PrefillRate {
+    /// Sets the time per token in seconds.
+    pub fn set(&self, seconds: f64) {
+        self.0.store(seconds.to_bits(), Ordering::Relaxed);
+    }
+
+    /// Returns the time to compute `tokens` tokens, or zero if nothing was measured.
+    fn cost(&self, tokens: usize) -> Duration {
+        let seconds = f64::from_bits(self.0.load(Ordering::Relaxed)) * tokens as f64;
+        Duration::try_from_secs_f64(seconds).unwrap_or_default()
+    }
+}
