@@ -24,6 +24,12 @@ pub enum Error {
         /// The folder.
         path: PathBuf,
     },
+    /// The folder has no slab.
+    #[error("{path} contains no slab of this version; name a folder that --disk has filled")]
+    NoSlab {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The limit is too small for the file's own tables and one record.
     #[error("a limit of {limit} bytes is too small for a disk tier; use at least {least} bytes")]
     LimitTooSmall {

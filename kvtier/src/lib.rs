@@ -42,4 +42,6 @@ mod error;
 pub use error::{Error, Result};
 pub use io::{DiskIo, FileIo};
 pub use record::{Record, RecordId, RecordNote};
-pub use slab::{Found, Listing, Loading, Missed, Slab, SlabConfig, SlabUsage, Stored};
+pub use slab::{
+    Found, InspectedScope, Inspection, Listing, Loading, Missed, Slab, SlabConfig, SlabUsage, Stored,
+};

@@ -158,7 +158,7 @@ const MAGIC: [u8; 8] = *b"KVRECORD";
 const VERSION: u32 = 2;
 
 /// The length of the fields in front of the lists.
-const FIXED: usize = 168;
+const FIXED: usize = 176;
 
 /// The decoded header of a record on a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -169,6 +169,8 @@ pub(crate) struct Header {
     /// The key of the model, tokenizer and format that wrote the record.
     pub(crate) scope: BlockKey,
     pub(crate) note: RecordNote,
+    /// The time of the write, in seconds since 1970.
+    pub(crate) created: u64,
     pub(crate) stored_start: i64,
     pub(crate) tokens: usize,
     pub(crate) label: usize,
@@ -213,6 +215,7 @@ impl Header {
         put(&self.note.nanoseconds().to_le_bytes());
         put(&self.note.text.map_or(0, NonZeroU64::get).to_le_bytes());
         put(&self.note.parent_bytes());
+        put(&self.created.to_le_bytes());
         for &buffer in &self.buffers {
             put(&(buffer as u64).to_le_bytes());
         }
@@ -252,13 +255,14 @@ impl Header {
         let runs = half(take(4)?)? as usize;
         let (cost, text) = (word(take(8)?)?, word(take(8)?)?);
         let note = RecordNote::of_file(BlockKey::from_bytes(take(32)?.try_into().ok()?), cost, text);
+        let created = word(take(8)?)?;
         if buffers.checked_add(runs)? > Self::MOST_LISTED {
             return None;
         }
         let buffers = (0..buffers).map(|_| Some(word(take(8)?)? as usize)).collect::<Option<Vec<_>>>()?;
         let run = |_| Some(CellRun { start: half(take(4)?)?, count: half(take(4)?)? });
         let runs = (0..runs).map(run).collect::<Option<Vec<_>>>()?;
-        Some(Self { sequence, key, scope, note, stored_start, tokens, label, buffers, digest, runs })
+        Some(Self { sequence, key, scope, note, created, stored_start, tokens, label, buffers, digest, runs })
     }
 
     /// Returns the number of bytes that follow the header, or `None` if the lengths are absurd.
@@ -274,6 +278,20 @@ impl Header {
         id: &RecordId,
         from: impl Iterator<Item = &'a [u8]>,
     ) -> Result<Vec<Vec<u8>>, PayloadFault> {
+        let Payload { label, tokens, buffers } = self.payload(from).ok_or(PayloadFault::Damaged)?;
+        let same_tokens = tokens.len() == 4 * id.tokens.len()
+            && tokens.chunks_exact(4).zip(&*id.tokens).all(|(bytes, token)| bytes == token.to_le_bytes());
+        let same = self.key == id.key && self.stored_start == id.stored_start && label == id.label.as_bytes();
+        if same && same_tokens { Ok(buffers) } else { Err(PayloadFault::Differs) }
+    }
+
+    /// Returns the label if the payload in pieces of memory is undamaged.
+    pub(crate) fn read_label<'a>(&self, from: impl Iterator<Item = &'a [u8]>) -> Option<String> {
+        String::from_utf8(self.payload(from)?.label).ok()
+    }
+
+    /// Reads the payload from pieces of memory, if its digest matches.
+    fn payload<'a>(&self, from: impl Iterator<Item = &'a [u8]>) -> Option<Payload> {
         let mut digest = Xxh3::new();
         let mut source = Gathered { rest: from, now: &[] };
         let mut next = |len: usize| {
@@ -287,15 +305,16 @@ impl Header {
             let buffers = self.buffers.iter().map(|&len| next(len)).collect::<Option<Vec<_>>>()?;
             Some((label, tokens, buffers))
         };
-        let (label, tokens, buffers) = read().ok_or(PayloadFault::Damaged)?;
-        if digest.digest() != self.digest {
-            return Err(PayloadFault::Damaged);
-        }
-        let same_tokens = tokens.len() == 4 * id.tokens.len()
-            && tokens.chunks_exact(4).zip(&*id.tokens).all(|(bytes, token)| bytes == token.to_le_bytes());
-        let same = self.key == id.key && self.stored_start == id.stored_start && label == id.label.as_bytes();
-        if same && same_tokens { Ok(buffers) } else { Err(PayloadFault::Differs) }
+        let (label, tokens, buffers) = read()?;
+        (digest.digest() == self.digest).then_some(Payload { label, tokens, buffers })
     }
+}
+
+/// The payload of a record, as bytes.
+struct Payload {
+    label: Vec<u8>,
+    tokens: Vec<u8>,
+    buffers: Vec<Vec<u8>>,
 }
 
 /// The reason why a payload is not used.

@@ -224,3 +224,80 @@ fn what_does_not_fit_is_dropped_and_counted() {
     let late = slab.load(&record(4, 10).id, Instant::now());
     assert!(matches!(late, Err(Missed::Absent)), "{late:?}");
 }
+
+#[test]
+fn a_slab_is_described_while_it_is_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let nothing = Slab::inspect(folder.path(), true, &mut |_, _| ());
+    assert!(matches!(nothing, Err(Error::NoSlab { .. })), "{nothing:?}");
+    let other = KeyScope::new("other", b"weights").root();
+    let slab = Slab::open(folder.path(), other, config()).unwrap();
+    store(&slab, 0..2);
+    drop(slab);
+    let slab = open(folder.path());
+    let mut chained = record(10, 5000);
+    chained.note.parent = Some(record(20, 0).id.key);
+    chained.note.cost = Duration::from_millis(1500);
+    assert_eq!(slab.store(chained.clone()), Stored::Dropped, "without its parent");
+    store(&slab, 20..25);
+    assert_eq!(slab.store(chained), Stored::Queued);
+    assert!(slab.flush(Duration::from_secs(20)));
+    let mut last = (0, 0);
+    let found = Slab::inspect(folder.path(), true, &mut |done, total| last = (done, total)).unwrap();
+    assert_eq!((found.records, found.damaged, last), (8, Some(0), (8, 8)));
+    assert_eq!((found.bytes, found.limit_bytes), (slab.usage().bytes, slab.usage().limit_bytes));
+    let [own, others] = &found.scopes[..] else { panic!("{found:?}") };
+    assert_eq!((own.records, own.chained, own.cost_ms, own.label.as_deref()), (6, 1, 1500, Some("test")));
+    assert_eq!((others.records, others.chained), (2, 0));
+    assert!(own.created[0] <= own.created[1] && own.created[0] > 1_700_000_000);
+    drop(slab);
+    let path = folder.path().join(Slab::FILE);
+    let mut bytes = fs::read(&path).unwrap();
+    let end = bytes.len();
+    bytes[end / 2 - end / 3..end / 2].fill(7);
+    fs::write(&path, bytes).unwrap();
+    let damaged = Slab::inspect(folder.path(), true, &mut |_, _| ()).unwrap();
+    assert!(damaged.damaged > Some(0) || damaged.records < 8, "{damaged:?}");
+    let unchecked = Slab::inspect(folder.path(), false, &mut |_, _| ()).unwrap();
+    assert_eq!((unchecked.damaged, unchecked.records), (None, damaged.records));
+}
+
+#[test]
+fn a_child_never_outlives_its_parent() {
+    let folder = tempfile::tempdir().unwrap();
+    let key = |chain: u32, place: u32| record(1000 * chain + place, 0).id.key;
+    let chain = |chain: u32, places: std::ops::Range<u32>| {
+        places.map(move |place| {
+            let mut one = record(1000 * chain + place, 30_000);
+            one.note.parent = place.checked_sub(1).map(|before| key(chain, before));
+            one
+        })
+    };
+    let intact = |slab: &Slab| {
+        for chain in 0..40 {
+            let here: Vec<bool> = (0..8).map(|place| slab.contains(&key(chain, place))).collect();
+            assert!(here.is_sorted_by(|before, after| before >= after), "chain {chain}: {here:?}");
+        }
+    };
+    let mut slab = open(folder.path());
+    for number in 0..40 {
+        for record in chain(number, 0..5) {
+            slab.store(record);
+        }
+        assert!(slab.flush(Duration::from_secs(20)));
+        // An old chain grows, and the end of another one is used.
+        for record in chain(number / 2, 5..8) {
+            slab.store(record);
+        }
+        assert!(slab.flush(Duration::from_secs(20)));
+        let _ = load(&slab, &record(1000 * (number / 3) + 4, 30_000).id);
+        intact(&slab);
+        if number % 7 == 6 {
+            drop(slab);
+            slab = open(folder.path());
+            intact(&slab);
+        }
+    }
+    assert!(slab.usage().records > 80 && slab.usage().bytes <= LIMIT);
+    slab.check_invariants().unwrap();
+}

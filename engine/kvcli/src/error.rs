@@ -23,6 +23,24 @@ pub(crate) enum Error {
     /// A directory of decoys is empty.
     #[error("the directory {0} contains no decoys; put one text file into it for each decoy")]
     NoDecoys(PathBuf),
+    /// There is nothing to store.
+    #[error(
+        "{0} contains no documents; put one text file into the folder, or one line into the file, for each"
+    )]
+    NoDocuments(PathBuf),
+    /// A line of a file is not a document.
+    #[error(
+        "{path}, line {line}: {reason}; each line must be a JSON string, or an object with a field `text`"
+    )]
+    DocumentLine { path: PathBuf, line: usize, reason: String },
+    /// The disk takes too long.
+    #[error(
+        "the disk with {0} takes more than two minutes to store a document; check the disk, and run the command again to continue"
+    )]
+    SlowDisk(PathBuf),
+    /// A folder on a disk cannot be described.
+    #[error(transparent)]
+    Tier(#[from] kvtier::Error),
     /// A prompt starts with documents, but documents must follow some text.
     #[error("documents need some text before them; give --system TEXT, or --chat for the model's template")]
     NoSystem,

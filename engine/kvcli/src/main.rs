@@ -3,8 +3,9 @@
 //! Exit codes: 0 for success, 1 for a failure, 2 for wrong usage.
 //!
 //! - [`args`]: the command line, and its help
-//! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`devices`]: the commands
-//! - [`asking`], [`decoys`]: the engine and the questions of `eval` and `tune`; files with decoys
+//! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`warm`], [`inspect`], [`devices`]: the commands
+//! - [`asking`], [`decoys`], [`way`]: the engine and the questions of `eval` and `tune`; files with decoys; how
+//!   documents are reused
 //! - [`backend`], [`load`], [`embedded`]: devices and models
 //! - [`report`], [`progress`], [`plot`], [`memory`], [`notes`]: the output
 //! - [`error`]: failures, with advice
@@ -22,6 +23,7 @@ mod devices;
 mod embedded;
 mod error;
 mod eval;
+mod inspect;
 mod load;
 mod memory;
 mod plot;
@@ -29,6 +31,8 @@ mod progress;
 mod report;
 mod run;
 mod tune;
+mod warm;
+mod way;
 
 use std::process::ExitCode;
 
@@ -41,6 +45,8 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::eval(&args),
         Command::Tune(args) => tune::tune(&args),
+        Command::Warm(args) => warm::warm(&args),
+        Command::Inspect(args) => inspect::inspect(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Devices(args) => devices::devices(&args),
     };

@@ -205,6 +205,15 @@ impl Engine {
         Ok(())
     }
 
+    /// Returns whether the disk has everything that it can store for a prompt in parts: its system prompt and its
+    /// documents. Returns false without a disk.
+    ///
+    /// # Errors
+    /// Returns the errors of [`submit`](Self::submit) about the prompt itself.
+    pub fn is_saved(&self, request: &Request) -> Result<bool> {
+        crate::serve::is_saved(&self.runner, request)
+    }
+
     /// Sets the rule for loading from the [disk](Self::open_disk) instead of computing. Without a disk, nothing
     /// changes.
     pub fn load_from_disk(&mut self, rule: LoadRule) {

@@ -228,8 +228,7 @@ impl Assembler<'_> {
     /// Returns the disk to which computed pieces are saved, with the cache that will contain them.
     fn saving(&self) -> Option<TierSaving> {
         let (link, cache) = self.tier.zip(self.chunks).filter(|_| self.ranks.is_none())?;
-        let TenantKeys { id: tenant, root } = self.tenant;
-        Some(TierSaving { link: link.clone(), cache: cache.clone(), tenant, root })
+        Some(TierSaving { link: link.clone(), cache: cache.clone(), tenant: self.tenant.id() })
     }
 
     /// Returns the lookup that matches this assembler's settings.

@@ -90,6 +90,20 @@ impl Assembler<'_> {
         Ok(Some(link.begin(wanted)))
     }
 
+    /// Returns whether the disk has everything that it can store for a prompt: its prefixes and its chunks.
+    /// Returns false without a disk.
+    ///
+    /// # Errors
+    /// Returns the errors of [`assemble`](Self::assemble) about the prompt itself.
+    pub fn is_saved(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Result<bool> {
+        let Some(link) = self.tier.filter(|_| self.ranks.is_none()) else { return Ok(false) };
+        let plan = self.in_slots(prompt, plan.clone())?;
+        let mut all = true;
+        self.each_piece(prompt, &plan, |_, _, piece| all &= link.slab.contains(&piece.hash().key))?;
+        let prefixes = self.prefixes_of(prompt, true)?;
+        Ok(all && prefixes.iter().flat_map(|(keys, _)| keys).all(|key| link.slab.contains(key)))
+    }
+
     /// Puts the prefixes of a prompt that a fetch has brought into the pool. Returns holds on them, to be kept
     /// until the prompt is assembled.
     ///

@@ -36,18 +36,12 @@ impl TierLink {
     }
 
     /// Queues blocks of a prefix to be written, except those that are known: `blocks` with the `keys` of the
-    /// chain that starts with `tokens` behind `root`. The caller must hold the blocks. The last block may be
+    /// chain that starts with `tokens`. The caller must hold the blocks. The last block may be
     /// partial if its key covers that. Waits for the stream, but not for the disk.
     ///
     /// # Errors
     /// Returns the errors of the backend.
-    pub fn save_prefix(
-        &self,
-        root: &BlockKey,
-        tokens: &[u32],
-        keys: &[BlockKey],
-        blocks: &[BlockId],
-    ) -> Result<()> {
+    pub fn save_prefix(&self, tokens: &[u32], keys: &[BlockKey], blocks: &[BlockId]) -> Result<()> {
         let block_size = self.device.arena.layout().shape().block_size;
         let each = tokens.chunks(block_size).zip(keys).zip(blocks).enumerate();
         for (place, ((tokens, &key), &block)) in each {
@@ -55,8 +49,8 @@ impl TierLink {
                 continue;
             }
             let buffers = self.device.read(&[block])?;
-            let parent = if place == 0 { *root } else { keys[place - 1] };
-            let note = RecordNote { parent: Some(parent), cost: self.prefill.cost(tokens.len()), text: None };
+            let parent = place.checked_sub(1).map(|before| keys[before]);
+            let note = RecordNote { parent, cost: self.prefill.cost(tokens.len()), text: None };
             let id = self.id(key, tokens, (place * block_size) as i64, 1);
             // A block without the blocks before it cannot be found.
             if self.slab.store(Record { id, note, buffers }) == Stored::Dropped {
@@ -79,8 +73,6 @@ pub(crate) struct TierSaving {
     /// The cache that contains the pieces.
     pub(crate) cache: ChunkCacheManager,
     pub(crate) tenant: TenantId,
-    /// The root of the tenant's keys.
-    pub(crate) root: BlockKey,
 }
 
 impl TierSaving {
@@ -93,6 +85,6 @@ impl TierSaving {
 
     /// Queues the blocks of a system prompt, with or without decoys.
     pub(crate) fn save_system(&self, sealed: &SealedPrefix) -> Result<()> {
-        self.link.save_prefix(&self.root, sealed.tokens(), sealed.keys(), &sealed.segment().blocks)
+        self.link.save_prefix(sealed.tokens(), sealed.keys(), &sealed.segment().blocks)
     }
 }

@@ -13,8 +13,10 @@ use parking_lot::{Condvar, Mutex};
 
 mod file;
 mod place;
+mod reader;
 
 pub use file::FileIo;
+pub(crate) use reader::ReadOnly;
 
 /// The number of bytes per page. Offsets, lengths and addresses of direct I/O are multiples of it.
 pub const PAGE: usize = 4096;

@@ -19,7 +19,7 @@ const MAGIC: [u8; 8] = *b"KVSLAB\0\0";
 const VERSION: u32 = 2;
 
 /// The number of bytes that a table reserves for each cell: more than the largest entry per cell.
-const TABLE_BYTES_PER_CELL: u64 = 152;
+const TABLE_BYTES_PER_CELL: u64 = 160;
 
 /// A slab may grow to this multiple of its first size before its tables are too small.
 const GROWTH: u64 = 4;

@@ -181,7 +181,7 @@ impl LoadState {
     fn start(this: &Arc<Self>, place: Place) {
         let shared = &*this.shared;
         let header = (shared.geometry.cell_offset(place.runs[0].start), 1);
-        let spans = std::iter::once(header).chain(spans(shared, &place.runs, place.payload));
+        let spans = std::iter::once(header).chain(spans(shared.geometry, &place.runs, place.payload));
         let request =
             |(offset, count)| IoRequest { direction: Direction::Read, offset, pages: Pages::new(count) };
         let requests: Vec<_> = spans.map(request).collect();

@@ -27,6 +27,7 @@ use parking_lot::{Condvar, Mutex};
 
 mod cells;
 mod geometry;
+mod inspect;
 mod known;
 mod load;
 mod open;
@@ -38,6 +39,7 @@ mod usage;
 mod write;
 
 use geometry::Geometry;
+pub use inspect::{InspectedScope, Inspection};
 pub use load::{Found, Listing, Loading, Missed};
 use rates::ReadRates;
 use state::SlabState;
@@ -73,7 +75,8 @@ pub enum Stored {
     Queued,
     /// A record with this key is stored already, or waits to be written.
     Known,
-    /// The record was dropped, because the queue is full or the record is larger than the slab allows.
+    /// The record was dropped, because the queue is full, the record is larger than the slab allows, or its
+    /// parent is not here.
     Dropped,
 }
 
@@ -195,13 +198,15 @@ impl Slab {
         if shared.state.lock().contains(&key) {
             return Stored::Known;
         }
+        let has_parent = shared.state.lock().has_parent(&record.note);
         let fits = shared.geometry.cells_for(bytes) <= shared.geometry.cells / 2
             && record.buffers.len() <= Header::MOST_LISTED / 2;
         let mut queue = shared.queue.lock();
         if queue.keys.contains(&key) {
             return Stored::Known;
         }
-        if !fits || queue.closed || queue.bytes + bytes > shared.config.queue_bytes {
+        let has_parent = has_parent || record.note.parent.is_some_and(|parent| queue.keys.contains(&parent));
+        if !fits || !has_parent || queue.closed || queue.bytes + bytes > shared.config.queue_bytes {
             drop(queue);
             shared.count(|counts| counts.stores_dropped += 1);
             return Stored::Dropped;

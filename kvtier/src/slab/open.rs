@@ -77,10 +77,11 @@ pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry) -> io::Result<SlabSta
     found.sort_by_key(|header| header.sequence);
     for header in found {
         if let Some(payload) = header.payload_len() {
-            let Header { key, scope, sequence, note, runs, .. } = header;
-            state.adopt(Listed { key, scope, sequence, payload, note, runs });
+            let Header { key, scope, sequence, note, created, runs, .. } = header;
+            state.adopt(Listed { key, scope, sequence, payload, note, created, runs });
         }
     }
+    state.remove_orphans();
     Ok(state)
 }
 

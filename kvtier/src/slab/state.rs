@@ -24,6 +24,7 @@ pub(super) struct Entry {
     pub(super) sequence: u64,
     pub(super) payload: usize,
     pub(super) note: RecordNote,
+    pub(super) created: u64,
     pub(super) runs: Vec<CellRun>,
     /// The number of loads under way. A record that is being read is not evicted.
     pub(super) readers: u32,
@@ -106,11 +107,31 @@ impl SlabState {
 
     /// Adds a record whose cells have been taken. A record with the same key is removed.
     pub(super) fn insert(&mut self, listed: Listed) {
-        let Listed { key, scope, sequence, payload, note, runs } = listed;
+        let Listed { key, scope, sequence, payload, note, created, runs } = listed;
         self.remove(&key);
         self.order.insert(key, note.parent);
         self.known.insert(note.text, key);
-        self.records.insert(key, Entry { scope, sequence, payload, note, runs, readers: 0 });
+        self.records.insert(key, Entry { scope, sequence, payload, note, created, runs, readers: 0 });
+    }
+
+    /// Removes records whose parents are not here, because nobody can find them.
+    pub(super) fn remove_orphans(&mut self) {
+        loop {
+            let is_orphan = |entry: &Entry| !self.has_parent(&entry.note);
+            let orphans = self.records.iter().filter(|(_, entry)| is_orphan(entry));
+            let keys: Vec<BlockKey> = orphans.map(|(key, _)| *key).collect();
+            if keys.is_empty() {
+                return;
+            }
+            for key in &keys {
+                self.remove(key);
+            }
+        }
+    }
+
+    /// Returns whether the record's parent is here, or it has none.
+    pub(super) fn has_parent(&self, note: &RecordNote) -> bool {
+        note.parent.is_none_or(|parent| self.records.contains_key(&parent))
     }
 
     /// Moves the records of other scopes to the front of the order of eviction.
@@ -191,6 +212,14 @@ impl SlabState {
         free(self) >= needed
     }
 
+    /// Returns all records, the least recently used first.
+    pub(super) fn listed(&self) -> impl Iterator<Item = Listed> {
+        self.order.keys().filter_map(|key| {
+            let Entry { scope, sequence, payload, note, created, ref runs, .. } = *self.records.get(key)?;
+            Some(Listed { key: *key, scope, sequence, payload, note, created, runs: runs.clone() })
+        })
+    }
+
     /// Starts the next checkpoint. Until it is on the disk, only cells that were open before are written.
     pub(super) fn checkpoint(&self, needed: usize) -> Table {
         let mut closed = self.closed.clone();
@@ -199,15 +228,11 @@ impl SlabState {
         }
         let count = self.geometry.cells_for(needed).max(self.geometry.cells / OPENED).min(closed.len());
         let open = closed.take(count.min(MOST_OPENED.max(self.geometry.cells_for(needed))), usize::MAX);
-        let listed = self.order.keys().filter_map(|key| {
-            let Entry { scope, sequence, payload, note, ref runs, .. } = *self.records.get(key)?;
-            Some(Listed { key: *key, scope, sequence, payload, note, runs: runs.clone() })
-        });
         Table {
             generation: self.generation + 1,
             sequence: self.sequence,
             open: open.unwrap_or_default(),
-            records: listed.collect(),
+            records: self.listed().collect(),
         }
     }
 

@@ -19,6 +19,8 @@ pub(super) struct Listed {
     pub(super) sequence: u64,
     pub(super) payload: usize,
     pub(super) note: RecordNote,
+    /// The time of the write, in seconds since 1970.
+    pub(super) created: u64,
     pub(super) runs: Vec<CellRun>,
 }
 
@@ -56,7 +58,7 @@ impl Table {
         }
         runs(&mut body, &self.open);
         word(&mut body, self.records.len() as u64);
-        for Listed { key, scope, sequence, payload, note, runs: places } in &self.records {
+        for Listed { key, scope, sequence, payload, note, created, runs: places } in &self.records {
             body.extend_from_slice(key.as_bytes());
             let scope = scopes.binary_search(scope).unwrap_or_default();
             body.extend_from_slice(&(scope as u32).to_le_bytes());
@@ -65,6 +67,7 @@ impl Table {
             body.extend_from_slice(&note.parent_bytes());
             word(&mut body, note.nanoseconds());
             word(&mut body, note.text.map_or(0, NonZeroU64::get));
+            word(&mut body, *created);
             runs(&mut body, places);
         }
         let mut pages = Pages::new(1 + body.len().div_ceil(PAGE));
@@ -111,7 +114,8 @@ impl Table {
             let scope = *scopes.get(body.half()? as usize)?;
             let (sequence, payload) = (body.word()?, body.word()? as usize);
             let note = RecordNote::of_file(body.key()?, body.word()?, body.word()?);
-            Some(Listed { key, scope, sequence, payload, note, runs: body.runs()? })
+            let created = body.word()?;
+            Some(Listed { key, scope, sequence, payload, note, created, runs: body.runs()? })
         };
         let records = (0..records).map(|_| listed()).collect::<Option<Vec<_>>>()?;
         Some(Self { generation, sequence, open, records })
@@ -165,6 +169,7 @@ mod tests {
                 cost: Duration::from_micros(u64::from(byte)),
                 text: NonZeroU64::new(u64::from(byte % 4)),
             },
+            created: u64::from(byte) << 22,
             runs: (0..u32::from(byte) % 3).map(|start| CellRun { start: 7 * start, count: 3 }).collect(),
         };
         let open = vec![CellRun { start: 100, count: 50 }, CellRun { start: 200, count: 1 }];

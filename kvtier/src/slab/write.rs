@@ -5,9 +5,11 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvcore::BlockKey;
 
+use super::geometry::Geometry;
 use super::open::write;
 use super::table::Listed;
 use super::{Shared, SlabState};
@@ -22,13 +24,13 @@ struct Placed {
     record: Record,
     runs: Vec<CellRun>,
     sequence: u64,
+    created: u64,
     digest: u64,
 }
 
 /// Returns the requests that cover the first `bytes` of a record's cells without its header, as offsets and
 /// page counts.
-pub(super) fn spans(shared: &Shared, runs: &[CellRun], payload: usize) -> Vec<(u64, usize)> {
-    let geometry = shared.geometry;
+pub(super) fn spans(geometry: Geometry, runs: &[CellRun], payload: usize) -> Vec<(u64, usize)> {
     let mut left = payload.div_ceil(PAGE);
     let mut spans = Vec::new();
     for (index, run) in runs.iter().enumerate() {
@@ -44,6 +46,11 @@ pub(super) fn spans(shared: &Shared, runs: &[CellRun], payload: usize) -> Vec<(u
         }
     }
     spans
+}
+
+/// Returns the time in seconds since 1970.
+fn seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 impl Shared {
@@ -63,7 +70,8 @@ impl Shared {
                 if let Some(runs) = runs {
                     let mut state = self.state.lock();
                     state.sequence += 1;
-                    placed.push(Placed { record, runs, sequence: state.sequence, digest: 0 });
+                    let (sequence, created) = (state.sequence, seconds());
+                    placed.push(Placed { record, runs, sequence, created, digest: 0 });
                 }
             }
             self.write_batch(placed);
@@ -96,17 +104,21 @@ impl Shared {
         }
         let written = self.write_payloads(&mut batch).and_then(|()| self.write_headers(&batch));
         let written = written.and_then(|()| self.io.sync());
-        let mut state = self.state.lock();
-        for Placed { record, runs, sequence, .. } in batch {
-            if written.is_ok() {
+        let (mut state, mut orphans) = (self.state.lock(), 0);
+        for Placed { record, runs, sequence, created, .. } in batch {
+            // The parent may have left while this record was written.
+            let is_orphan = !state.has_parent(&record.note);
+            orphans += u64::from(is_orphan);
+            if written.is_ok() && !is_orphan {
                 let payload = record.payload_len();
                 let Record { id: RecordId { key, .. }, note, .. } = record;
-                state.insert(Listed { key, scope: self.scope, sequence, payload, note, runs });
+                state.insert(Listed { key, scope: self.scope, sequence, payload, note, created, runs });
             } else {
                 state.give_back(runs);
             }
         }
         drop(state);
+        self.count(|counts| counts.stores_dropped += orphans);
         if written.is_err() {
             self.count(|counts| counts.write_errors += 1);
         }
@@ -115,7 +127,7 @@ impl Shared {
     fn write_payloads(&self, batch: &mut [Placed]) -> io::Result<()> {
         let mut requests = Vec::new();
         for Placed { record, runs, digest, .. } in batch {
-            let spans = spans(self, runs, record.payload_len());
+            let spans = spans(self.geometry, runs, record.payload_len());
             let mut pages: Vec<Pages> = spans.iter().map(|&(_, count)| Pages::new(count)).collect();
             *digest = record.write_payload(pages.iter_mut().map(Pages::bytes_mut));
             let request = |((offset, _), pages)| IoRequest { direction: Direction::Write, offset, pages };
@@ -126,13 +138,14 @@ impl Shared {
 
     fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
         let request = |placed: &Placed| {
-            let Placed { record, runs, sequence, digest } = placed;
+            let Placed { record, runs, sequence, created, digest } = placed;
             let mut page = Pages::new(1);
             let header = Header {
                 sequence: *sequence,
                 key: record.id.key,
                 scope: self.scope,
                 note: record.note,
+                created: *created,
                 stored_start: record.id.stored_start,
                 tokens: record.id.tokens.len(),
                 label: record.id.label.len(),

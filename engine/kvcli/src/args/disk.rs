@@ -1,11 +1,14 @@
 //! Options for documents on a disk.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
+use kvchunk::LoadRule;
 use kvengine::Engine;
 use kvtier::SlabConfig;
 
+use super::{EngineArgs, WayArgs, at_least_one};
 use crate::error::Result;
 
 /// Options for documents that outlive the program, shared by all commands that reuse documents.
@@ -15,6 +18,11 @@ pub(crate) struct DiskArgs {
     /// are loaded instead of computed. One program at a time can use a folder.
     #[arg(long, value_name = "FOLDER")]
     disk: Option<PathBuf>,
+
+    /// When to load from the disk. faster: if that is expected to take less time than computing. always: whatever
+    /// is there.
+    #[arg(long, value_enum, requires = "disk", default_value = "faster")]
+    disk_loads: DiskLoads,
 
     /// The largest size of the folder, such as 50GiB or 800MB. Its file has the full size from the start.
     #[arg(long, value_name = "SIZE", requires = "disk", default_value = "10GiB", value_parser = bytes)]
@@ -26,8 +34,91 @@ impl DiskArgs {
     pub(crate) fn open(&self, engine: &mut Engine) -> Result<()> {
         let Some(folder) = &self.disk else { return Ok(()) };
         let config = SlabConfig { limit: self.disk_limit, ..SlabConfig::default() };
-        Ok(engine.open_disk(folder, config)?)
+        engine.open_disk(folder, config)?;
+        engine.load_from_disk(match self.disk_loads {
+            DiskLoads::Faster => LoadRule::IfFaster,
+            DiskLoads::Always => LoadRule::Always(PATIENCE),
+        });
+        Ok(())
     }
+}
+
+/// The longest time that a prompt waits for a disk with `--disk-loads always`.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The rule for loading from the disk.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum DiskLoads {
+    Faster,
+    Always,
+}
+
+/// Options of `kvc warm`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Give the same --system, --chat, --model, --dtype, --block-size and options for the reuse of documents as to `kvc run`
+later, because the keys and values of documents depend on them. What is on the disk already is not computed
+again, so an interrupted `kvc warm` continues where it stopped:
+
+    kvc warm ./handbook --disk ./kv --system 'You answer questions about the handbook.'
+    kvc run --disk ./kv --system 'You answer questions about the handbook.' --document ./handbook/leave.txt -p 'How many days?'")]
+pub(crate) struct WarmArgs {
+    /// Documents: a folder of text files, a text file, or a .jsonl file whose lines are strings or objects with a
+    /// field `text`.
+    #[arg(required = true, value_name = "FOLDER|FILE")]
+    pub(crate) sources: Vec<PathBuf>,
+
+    /// Folder in which the documents' keys and values are stored.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) disk: PathBuf,
+
+    /// The largest size of the folder, such as 50GiB or 800MB. Its file has the full size from the start.
+    #[arg(long, value_name = "SIZE", default_value = "10GiB", value_parser = bytes)]
+    pub(crate) disk_limit: u64,
+
+    /// GGUF file, or Hugging Face directory with config.json, safetensors and tokenizer.json. Default: the
+    /// built-in model.
+    #[arg(long, value_name = "PATH")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// System prompt in front of the documents: the system message with --chat, otherwise text at the start of the
+    /// prompt.
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub(crate) system: Option<String>,
+
+    /// Put the documents into the model's chat template. Default: raw text.
+    #[arg(long)]
+    pub(crate) chat: bool,
+
+    #[command(flatten)]
+    pub(crate) way: WayArgs,
+
+    #[command(flatten)]
+    pub(crate) engine: EngineArgs,
+
+    /// Tokens per block of the cache.
+    #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
+    pub(crate) block_size: usize,
+
+    /// Print only one JSON object on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Options of `kvc inspect`.
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// Folder that `--disk` has filled. Another program may be using it.
+    #[arg(value_name = "FOLDER")]
+    pub(crate) folder: PathBuf,
+
+    /// Read every record, and count those whose bytes have changed.
+    #[arg(long)]
+    pub(crate) check: bool,
+
+    /// Print JSON instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// The units of sizes. Longer names come first, because some end with another unit.

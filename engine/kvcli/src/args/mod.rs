@@ -15,7 +15,7 @@ mod way;
 
 pub(crate) use asking::{AskingArgs, EngineArgs};
 pub(crate) use bench::{BenchArgs, BenchKind, MeasuredArgs, RagArgs, ServeArgs};
-pub(crate) use disk::DiskArgs;
+pub(crate) use disk::{DiskArgs, InspectArgs, WarmArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;
 pub(crate) use sampling::SamplingArgs;
@@ -93,6 +93,10 @@ pub(crate) enum Command {
     /// Find the cheapest reuse settings whose loss compared with full attention is within a limit, and write
     /// them to a file for --reuse.
     Tune(Box<TuneArgs>),
+    /// Compute documents ahead of time, and store their keys and values on a disk for later runs.
+    Warm(Box<WarmArgs>),
+    /// Describe what is stored on a disk.
+    Inspect(InspectArgs),
     /// Measure a workload.
     Bench(Box<BenchArgs>),
     /// List the devices of this machine that --backend accepts, with their limits and features.

@@ -4,10 +4,7 @@ use std::io::Write;
 use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ColdRule, Reuse, SleepUsage};
-use kvengine::{
-    BUILT_IN_DECOYS, DefaultReuse, Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request,
-    TunedReuse,
-};
+use kvengine::{DefaultReuse, Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request};
 use kvmodel::ModelDirectory;
 
 use crate::args::RunArgs;
@@ -16,8 +13,9 @@ use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::LiveAnswer;
 use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, disk_line, json, ms};
-use crate::{backend, decoys, load};
-use prompts::RunPrompts;
+use crate::way::ChosenWay;
+use crate::{backend, load};
+pub(crate) use prompts::RunPrompts;
 pub(crate) use prompts::document;
 
 mod prompts;
@@ -31,14 +29,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let OpenedBackend { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;
     let codec = codec.with_variables(variables)?;
-    let tuned = args.way.reuse.as_deref().map(TunedReuse::read).transpose()?;
-    let built_in = BUILT_IN_DECOYS.map(str::to_owned);
-    let own = decoys::read(&args.way.decoys, &[])?;
-    let usual = DefaultReuse::of(model.config(), own.len());
-    let way = match &tuned {
-        Some(tuned) => tuned.of(&model)?,
-        None => args.way.asked_for(usual.reuse),
-    };
+    let ChosenWay { reuse: way, decoys, usual } = ChosenWay::new(&args.way, &model, &codec)?;
     let config = EngineConfig {
         kv_format: args.dtype,
         keys: args.keys,
@@ -59,10 +50,6 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
-    let tuned = tuned.as_ref().map_or(&[][..], TunedReuse::decoys);
-    let decoys = [&own[..], tuned].into_iter().find(|decoys| !decoys.is_empty()).unwrap_or(&built_in);
-    let decoys: Arc<[Vec<u32>]> =
-        decoys.iter().map(|text| codec.encode(text, false)).collect::<kvmodel::Result<_>>()?;
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     args.disk.open(&mut engine)?;
     for earlier in prompts.warm(&codec) {

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 
 /// The prompt and the prompts to answer first, read from options and files.
 #[derive(Debug)]
-pub(super) struct RunPrompts {
+pub(crate) struct RunPrompts {
     form: Form,
     /// The prompt, or the text of the last message.
     text: String,
@@ -55,11 +55,7 @@ impl RunPrompts {
         } else {
             let form = match &args.separator {
                 Some(separator) => Form::Cut { separator: separator.clone(), chat: args.chat },
-                None if args.chat => {
-                    let earlier = system.map(|text| Message::new(Role::System, text)).into_iter().collect();
-                    Form::Chat(ChatForm { earlier, last: None, documents, file: None })
-                }
-                None => Form::Raw { system, documents },
+                None => Self::about(system, args.chat, documents).form,
             };
             (prompt(args)?, form)
         };
@@ -68,8 +64,19 @@ impl RunPrompts {
         Ok(Self { form, text, warm })
     }
 
+    /// Returns a prompt about documents, in the form that a run with this system prompt has.
+    pub(crate) fn about(system: Option<String>, chat: bool, documents: Vec<String>) -> Self {
+        let form = if chat {
+            let earlier = system.map(|text| Message::new(Role::System, text)).into_iter().collect();
+            Form::Chat(ChatForm { earlier, last: None, documents, file: None })
+        } else {
+            Form::Raw { system, documents }
+        };
+        Self { form, text: "?".to_owned(), warm: Vec::new() }
+    }
+
     /// Returns the tokens of the prompt.
-    pub(super) fn asked(&self, codec: &TextCodec) -> Result<PromptTokens> {
+    pub(crate) fn asked(&self, codec: &TextCodec) -> Result<PromptTokens> {
         match &self.form {
             Form::Chat(ChatForm { last: Some(last), .. }) => self.chat_tokens(codec, last.clone()),
             _ => self.tokens(codec, &self.text),

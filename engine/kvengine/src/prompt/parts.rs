@@ -262,6 +262,13 @@ impl LivePrompt {
         Ok(assembler(runner, request, self.keys, &reindexer)?.fetch(prompt, plan)?)
     }
 
+    /// Returns whether a disk has everything that it can store for the prompt's parts.
+    pub(crate) fn is_saved(&self, runner: &Runner, request: &Request) -> Result<bool> {
+        let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(false) };
+        let reindexer = PositionReindexer::for_layers(&self.ropes);
+        Ok(assembler(runner, request, self.keys, &reindexer)?.is_saved(prompt, plan)?)
+    }
+
     /// Looks up the prompt's parts, and allocates blocks for the missing parts. Uses what was `fetched` from a
     /// disk. Does nothing for an ordinary prompt.
     pub(crate) fn look_up(

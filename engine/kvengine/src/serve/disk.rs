@@ -121,6 +121,6 @@ impl LiveRequest {
         }
         let keys = branch.prompt_keys(root, pool.block_size());
         let full = full.min(keys.keys().len());
-        drop(tier.save_prefix(&root, keys.tokens(), &keys.keys()[..full], &segment.blocks[..full]));
+        drop(tier.save_prefix(keys.tokens(), &keys.keys()[..full], &segment.blocks[..full]));
     }
 }

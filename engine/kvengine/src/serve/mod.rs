@@ -39,4 +39,5 @@ mod swap;
 pub use answer::{Answer, AnswerEvent, RequestId};
 pub(crate) use scheduler::Scheduler;
 pub use scheduler::{Step, StepTimes};
+pub(crate) use submit::is_saved;
 pub use swap::PreemptionCosts;

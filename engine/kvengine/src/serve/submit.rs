@@ -89,6 +89,15 @@ impl Scheduler {
     }
 }
 
+/// Returns whether the disk has everything that it can store for a prompt in parts.
+pub(crate) fn is_saved(runner: &Runner, request: &Request) -> Result<bool> {
+    let (tokens, plan) = own_tokens(runner, request)?;
+    let end = plan.as_ref().map_or(tokens.len(), |plan| plan.end);
+    let ropes = runner.ropes(end, request.max_new_tokens)?;
+    let keys = runner.keys(request.tenant.as_deref(), &ropes)?;
+    LivePrompt::new(ropes, keys, plan).is_saved(runner, request)
+}
+
 /// Checks the settings of a request against each other, the model and the caches.
 fn check_settings(runner: &Runner, request: &Request) -> Result<()> {
     request.sampling.check()?;
