@@ -222,6 +222,11 @@ impl Engine {
         }
     }
 
+    /// Stops using the disk, and waits until everything is saved.
+    pub fn close_disk(&mut self) {
+        self.runner.tier = None;
+    }
+
     /// Returns the slab that [`open_disk`](Self::open_disk) has opened.
     pub fn disk(&self) -> Option<&Slab> {
         self.runner.tier.as_ref().map(|tier| tier.slab.as_ref())

@@ -28,6 +28,17 @@ pub enum Error {
         "there is nothing to tune: a search needs at least one reuse candidate, and local questions to judge it with"
     )]
     NothingToTune,
+    /// A disk did not store the documents of a measurement in time.
+    #[error("the disk takes more than two minutes to store the documents; name a folder on a faster disk")]
+    SlowDisk,
+    /// The file of a disk cannot be opened.
+    #[error("cannot open {path}: {source}")]
+    Disk {
+        /// The file.
+        path: std::path::PathBuf,
+        /// The system's error.
+        source: std::io::Error,
+    },
     /// The caller could not keep an answer.
     #[error("cannot keep an answer: {0}")]
     NotKept(#[source] std::io::Error),

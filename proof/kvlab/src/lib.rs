@@ -5,7 +5,7 @@
 //!   [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest strategy whose
 //!   loss can be bounded
 //! - `workload`: [`RagWorkload`] and [`Traffic`] draw a service's requests; [`serve`], [`play`],
-//!   [`ttft_rows`] and [`decoy_rows`] measure the times of the answers
+//!   [`ttft_rows`], [`decoy_rows`] and [`disk_rows`] measure the times of the answers
 //! - `error`: the error type
 //!
 //! ```no_run
@@ -29,5 +29,5 @@ pub use eval::{
 };
 pub use workload::{
     Arrival, ArrivalTimes, Popularity, RagReport, RagWorkload, SharedPrefix, Times, Traffic, TrafficReport,
-    TtftRow, TtftTarget, decoy_rows, play, serve, ttft_rows,
+    TtftRow, TtftTarget, decoy_rows, disk_rows, play, serve, ttft_rows,
 };

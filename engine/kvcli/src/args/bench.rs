@@ -124,6 +124,11 @@ pub(crate) struct RagArgs {
     #[command(flatten)]
     pub(crate) sleep: SleepArgs,
 
+    /// Also measure documents that are on a disk and not in memory, as after a restart: with the disk of this
+    /// folder as it is, and throttled to 200, 50 and 10 MB/s. The folder gets a file of 2 GiB.
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) disk: Option<PathBuf>,
+
     /// Plot the time to first token of each request of the first workload, in order of arrival, to this SVG
     /// file.
     #[arg(long, value_name = "FILE.svg")]

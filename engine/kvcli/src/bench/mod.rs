@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvchunk::{ChunkCacheConfig, ReuseCell};
 use kvcore::Backend;
 use kvengine::{Engine, EngineConfig};
-use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, decoy_rows, ttft_rows};
+use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, decoy_rows, disk_rows, ttft_rows};
 use kvmodel::{Model, ModelConfig, ModelDirectory, Weights};
 use serde::Serialize;
 
@@ -19,6 +19,9 @@ use crate::{backend, load, report};
 
 mod serve;
 mod show;
+
+/// The size of the file on the disk that is measured, in bytes.
+const DISK_LIMIT: u64 = 2 << 30;
 
 /// The object that `--json` prints.
 #[derive(Serialize)]
@@ -50,6 +53,9 @@ fn rag(args: &RagArgs) -> Result<()> {
     let (per_request, length) = (args.per_request, args.document_tokens);
     let mut ttft = ttft_rows(&mut engine(args)?, per_request, length, cell)?;
     ttft.extend(decoy_rows(&mut engine(args)?, args.chunks, per_request, length)?);
+    if let Some(folder) = &args.disk {
+        ttft.extend(disk_rows(&mut engine(args)?, folder, DISK_LIMIT, (per_request, length), cell)?);
+    }
     let out = &mut std::io::stdout().lock();
     if args.json {
         report::json(out, &BenchReport { workloads: &reports, ttft: &ttft })?;

@@ -12,11 +12,13 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 
 mod decoys;
+mod disk;
 mod serve;
 mod traffic;
 mod ttft;
 
 pub use decoys::decoy_rows;
+pub use disk::disk_rows;
 pub use serve::{ArrivalTimes, RagReport, Times, serve};
 pub use traffic::{Arrival, SharedPrefix, Traffic, TrafficReport, play};
 pub use ttft::{TtftRow, TtftTarget, ttft_rows};
