@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use kvchunk::{
     ChunkCacheManager, LoadRule, PositionPlan, ReplicaDevice, ReplicaLink, ReplicaTransport, TierLink,
+    TierMetrics,
 };
 use kvcore::{Backend, BlockKey, Clock, GraphCounts, KvCache, SystemClock};
 use kvmodel::{Model, Observer, Profiler};
@@ -220,6 +221,11 @@ impl Engine {
         if let Some(tier) = &mut self.runner.tier {
             tier.rule = rule;
         }
+    }
+
+    /// Returns the metrics of the [disk](Self::open_disk), or `None` without one.
+    pub fn disk_metrics(&self) -> Option<TierMetrics> {
+        self.runner.tier.as_ref().map(TierLink::metrics)
     }
 
     /// Stops using the disk, and waits until everything is saved.

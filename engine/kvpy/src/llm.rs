@@ -3,14 +3,16 @@
 use std::ffi::CString;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use kvchunk::{Recompute, Reuse};
+use kvchunk::{LoadRule, MissReason, Recompute, Reuse, TierMetrics};
 use kvengine::{
     Answer, AnswerEvent, BUILT_IN_DECOYS, DefaultReuse, Engine, EngineConfig, FinishReason, Generation,
     PromptTokens, Request,
 };
 use kvmodel::dense::WeightFormat;
 use kvmodel::{Model, ModelDirectory, TextCodec, TextStream};
+use kvtier::SlabConfig;
 use pyo3::exceptions::{PyFileNotFoundError, PyTypeError, PyUserWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -27,6 +29,9 @@ use crate::sampling::SamplingParams;
 
 /// The fraction of the KV memory for documents, unless the chunk cache's settings specify another one.
 const DEFAULT_SHARE: f64 = 0.5;
+
+/// The longest time that a prompt waits for the disk with `disk_loads="always"`.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A model on this machine that caches the documents of its prompts, and finds them again in any order.
 #[pyclass(frozen, name = "LLM", module = "kvcache")]
@@ -53,6 +58,9 @@ pub(crate) struct RequestOutput {
     num_cached_tokens: usize,
     /// The number of document tokens that were recomputed.
     num_recomputed_tokens: usize,
+    /// For each document, the reason why it was not found, such as `"new"`, `"evicted"` or `"slower"`. `None` for
+    /// a document that was found, and without a disk.
+    missed: Vec<Option<&'static str>>,
     /// The time to the first token, in seconds.
     ttft: f64,
 }
@@ -96,6 +104,7 @@ impl Running<'_> {
             num_prompt_tokens: end.prompt_tokens,
             num_cached_tokens: end.cached_tokens,
             num_recomputed_tokens: end.recomputed_tokens,
+            missed: end.chunks.iter().map(|chunk| chunk.missed.map(MissReason::name)).collect(),
             ttft: end.ttft.as_secs_f64(),
         })
     }
@@ -256,10 +265,14 @@ impl Llm {
     /// decoys or more, documents are computed behind them and nothing is recomputed. Otherwise, the half of the
     /// document tokens to which the question attends most is recomputed. If only `chunk_cache_config` is given, nothing is
     /// recomputed. Without `enable_chunk_cache`, prompts are answered with ordinary attention.
+    ///
+    /// With `disk`, documents and prompts outlive the program in a file of `disk_limit` bytes in that folder. They are
+    /// loaded if that is expected to be faster than computing them, or always with `disk_loads="always"`.
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, decoys = None, dtype_name = "float32",
-        block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None
+        block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None, disk = None, disk_limit = 10 << 30,
+        disk_loads = "faster"
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -274,7 +287,18 @@ impl Llm {
         kv_cache_memory_bytes: Option<usize>,
         device: &str,
         threads: Option<usize>,
+        disk: Option<PathBuf>,
+        disk_limit: u64,
+        disk_loads: &str,
     ) -> PyResult<Self> {
+        let rule = match disk_loads {
+            "faster" => LoadRule::IfFaster,
+            "always" => LoadRule::Always(PATIENCE),
+            _ => {
+                let text = format!("disk_loads is {disk_loads:?}; use \"faster\" or \"always\"");
+                return Err(PyValueError::new_err(text));
+            }
+        };
         if !model.exists() {
             return Err(PyFileNotFoundError::new_err(format!("{}: no such model", model.display())));
         }
@@ -306,7 +330,12 @@ impl Llm {
             chunks,
             ..EngineConfig::default()
         };
-        let (engine, codec, way, notes) = py.detach(|| Self::load(&model, config, opened, way))?;
+        let (mut engine, codec, way, notes) = py.detach(|| Self::load(&model, config, opened, way))?;
+        if let Some(folder) = disk {
+            let config = SlabConfig { limit: disk_limit, ..SlabConfig::default() };
+            py.detach(|| engine.open_disk(&folder, config)).map_err(CallError::from)?;
+            engine.load_from_disk(rule);
+        }
         for note in notes {
             PyErr::warn(py, &py.get_type::<PyUserWarning>(), &CString::new(note).unwrap_or_default(), 1)?;
         }
@@ -369,5 +398,27 @@ impl Llm {
     fn get_chunk_cache_stats(&self, py: Python<'_>) -> PyChunkCacheMetrics {
         let engine = self.engine(py);
         engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default().into()
+    }
+
+    /// Returns what the disk contains and has done, by name, or `None` without a disk.
+    fn get_disk_stats(&self, py: Python<'_>) -> PyResult<Option<Py<PyDict>>> {
+        let Some(TierMetrics { usage, .. }) = self.engine(py).disk_metrics() else { return Ok(None) };
+        let stats = PyDict::new(py);
+        let numbers = serde_json::to_value(usage).unwrap_or_default();
+        for (name, number) in numbers.as_object().into_iter().flatten() {
+            stats.set_item(name, number.as_u64())?;
+        }
+        Ok(Some(stats.unbind()))
+    }
+
+    /// Returns the disk's metrics in the text format of Prometheus, or an empty string without a disk.
+    fn disk_prometheus(&self, py: Python<'_>) -> String {
+        let metrics = self.engine(py).disk_metrics();
+        metrics.map_or_else(String::new, |metrics| TierMetrics::prometheus(&[("disk", &metrics)]))
+    }
+
+    /// Waits until everything is on the disk, and stops using it, so that another program can.
+    fn close_disk(&self, py: Python<'_>) {
+        py.detach(|| self.engine.lock().unwrap_or_else(PoisonError::into_inner).close_disk());
     }
 }

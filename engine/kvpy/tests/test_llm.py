@@ -224,3 +224,34 @@ def test_a_signal_handler_that_raises_ends_the_answers(llm: kvcache.LLM) -> None
         signal.signal(signal.SIGALRM, before)
     (answer,) = llm.generate(PROMPT)
     assert answer.text.strip() == "blue"
+
+
+def on_disk(folder: pathlib.Path) -> kvcache.LLM:
+    config = kvcache.ChunkCacheConfig(chunk_separator="##", memory_share=0.5)
+    return kvcache.LLM(MODEL, chunk_cache_config=config, disk=folder, disk_limit=8 << 20, disk_loads="always")
+
+
+def test_documents_outlive_the_program_on_a_disk(tmp_path: pathlib.Path) -> None:
+    first = on_disk(tmp_path)
+    (answer,) = first.generate(PROMPT)
+    assert answer.text.strip() == "blue" and answer.missed == ["new", "new"]
+    with pytest.raises(kvcache.KvCacheError, match="in use by another process"):
+        on_disk(tmp_path)
+    first.close_disk()
+    assert first.get_disk_stats() is None and first.disk_prometheus() == ""
+    second = on_disk(tmp_path)
+    (again,) = second.generate(OTHER)
+    assert again.text.strip() == "red" and again.missed == [None, None]
+    stats = second.get_disk_stats()
+    assert stats is not None and stats["hits"] >= 2 and stats["records"] >= 2 and stats["damaged"] == 0
+    assert f'kv_tier_hits_total{{tier="disk"}} {float(stats["hits"])}' in second.disk_prometheus()
+
+
+def test_a_folder_that_cannot_be_a_disk_is_named(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(kvcache.KvCacheError, match="is not a folder"):
+        kvcache.LLM(MODEL, disk=tmp_path / "file")
+    with pytest.raises(kvcache.KvCacheError, match="too small for a disk tier"):
+        kvcache.LLM(MODEL, disk=tmp_path, disk_limit=1000)
+    with pytest.raises(ValueError, match='use "faster" or "always"'):
+        kvcache.LLM(MODEL, disk=tmp_path, disk_loads="never")  # type: ignore[arg-type]

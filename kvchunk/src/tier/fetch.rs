@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -11,6 +12,7 @@ use parking_lot::Mutex;
 
 use super::staging::Staged;
 use super::{LoadRule, MissReason, TierLink};
+use crate::metrics::LatencyHistogram;
 
 /// The part of the time to compute everything that a request may lose by waiting for a disk.
 const MOST_LOST: f64 = 0.05;
@@ -50,6 +52,7 @@ pub struct TierFetch {
     cost: Option<Duration>,
     /// The memory of the records, given back when this value is dropped.
     staged: Option<Staged>,
+    waits: Arc<LatencyHistogram>,
 }
 
 /// A record that a prompt needs.
@@ -87,6 +90,7 @@ impl TierLink {
             rule: self.rule,
             cost,
             staged: None,
+            waits: Arc::clone(&self.waits),
         };
         if !listed.is_empty() && self.is_slower(bytes, cost) {
             self.slab.count_skipped(listed.len());
@@ -161,6 +165,13 @@ impl TierFetch {
     pub fn wait(&self) {
         while !self.is_over() {
             self.wait_for(Duration::from_millis(1));
+        }
+    }
+
+    /// Ends the fetch of a prompt that has been looked up, and records how long that took.
+    pub fn finish(self) {
+        if self.staged.is_some() {
+            self.waits.record(self.since.elapsed());
         }
     }
 

@@ -13,12 +13,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use kvcore::KvShape;
 use kvtier::{RecordId, Slab};
 
+use crate::metrics::LatencyHistogram;
 use crate::replica::ReplicaDevice;
 
 mod fetch;
 mod lookup;
+mod metrics;
 mod missed;
 mod prefix;
 mod save;
@@ -26,6 +29,7 @@ mod staging;
 
 pub use fetch::{BeganFetch, TierFetch};
 pub(crate) use lookup::TierLookup;
+pub use metrics::TierMetrics;
 pub use missed::MissReason;
 pub(crate) use save::TierSaving;
 use staging::Staging;
@@ -50,6 +54,7 @@ pub struct TierLink {
     staging: Arc<Staging>,
     /// The number of prompts whose loads were expected to be slower than computing, from 1.
     skips: Arc<AtomicU64>,
+    waits: Arc<LatencyHistogram>,
 }
 
 /// The rule for loading records instead of computing their contents.
@@ -67,7 +72,15 @@ impl TierLink {
     /// Creates a link that loads what is [faster](LoadRule::IfFaster) to load.
     pub fn new(device: ReplicaDevice, slab: Arc<Slab>) -> Self {
         let (staging, skips) = (Staging::new(STAGED_BYTES), Arc::new(AtomicU64::new(1)));
-        Self { device, slab, rule: LoadRule::default(), prefill: Arc::default(), staging, skips }
+        Self {
+            device,
+            slab,
+            rule: LoadRule::default(),
+            prefill: Arc::default(),
+            staging,
+            skips,
+            waits: Arc::default(),
+        }
     }
 
     /// Returns the link with another limit on the bytes that are loaded and not yet used.
@@ -76,11 +89,22 @@ impl TierLink {
         Self { staging: Staging::new(bytes), ..self }
     }
 
+    /// Returns what the disk contains, what it has done, and how long prompts have waited for it.
+    pub fn metrics(&self) -> TierMetrics {
+        TierMetrics { usage: self.slab.usage(), waits: self.waits.snapshot() }
+    }
+
     /// Returns the identity of a record of whole blocks.
     fn id(&self, key: kvcore::BlockKey, tokens: &[u32], stored_start: i64, num_blocks: usize) -> RecordId {
         // The key covers the layout, too, so the label only guards against records of programs whose keys
         // cover less.
-        let label = format!("{:?} {}", self.device.shape_of(num_blocks), self.device.keys);
+        let KvShape { num_layers, block_size, k_heads, v_heads, k_dim, v_dim, format, order, .. } =
+            self.device.arena.layout().shape();
+        let keys = self.device.keys;
+        let label = format!(
+            "{num_layers} layers, K {k_heads} × {k_dim}, V {v_heads} × {v_dim}, {format}, {keys} keys, {num_blocks} blocks of \
+             {block_size}, {order:?}"
+        );
         RecordId { key, tokens: tokens.into(), stored_start, label: label.into() }
     }
 }

@@ -102,12 +102,12 @@ impl LiveRequest {
         if self.prompt.is_chunked() {
             let fetched = if let DiskFetch::Running(fetch) = &self.fetch { Some(fetch) } else { None };
             self.prompt.look_up(runner, &self.request, fetched)?;
-            self.fetch = DiskFetch::Done;
+            self.fetch.finish();
             return Ok(None);
         }
         let _held = self.put_prefix(runner)?;
         let piece = self.begin_ordinary(runner, most, alone)?;
-        self.fetch = DiskFetch::Done;
+        self.fetch.finish();
         Ok(piece)
     }
 

@@ -31,6 +31,15 @@ pub(super) enum DiskFetch {
     Done,
 }
 
+impl DiskFetch {
+    /// Records that the request has used what was loaded.
+    pub(super) fn finish(&mut self) {
+        if let Self::Running(fetch) = std::mem::replace(self, Self::Done) {
+            fetch.finish();
+        }
+    }
+}
+
 impl Scheduler {
     /// Starts the loads of waiting requests, in the order of service.
     pub(super) fn fetch(&mut self, runner: &Runner) {

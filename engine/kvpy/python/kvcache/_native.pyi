@@ -670,6 +670,7 @@ class RequestOutput:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_recomputed_tokens: int
+    missed: list[str | None]
     ttft: float
 
 _Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt
@@ -685,6 +686,8 @@ class LLM:
     With the compute mode ``behind:N``, documents see the first ``N`` of ``decoys`` while they are computed, and the
     question never does. Built-in texts are used by default. Decoys of the same kind as the documents keep more of
     the answers.
+
+    With ``disk``, documents and prompts outlive the program in a file of ``disk_limit`` bytes in that folder.
     """
 
     def __new__(
@@ -700,6 +703,9 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         device: str = "cpu",
         threads: int | None = None,
+        disk: str | PathLike[str] | None = None,
+        disk_limit: int = ...,
+        disk_loads: Literal["faster", "always"] = "faster",
     ) -> Self: ...
     @overload
     def generate(
@@ -736,6 +742,9 @@ class LLM:
         template_args: dict[str, object] | None = None,
     ) -> list[RequestOutput | KvCacheError]: ...
     def get_chunk_cache_stats(self) -> ChunkCacheMetrics: ...
+    def get_disk_stats(self) -> dict[str, int] | None: ...
+    def disk_prometheus(self) -> str: ...
+    def close_disk(self) -> None: ...
 
 @final
 class NoteQuestion:

@@ -1,0 +1,70 @@
+//! What a disk contains, what it has done, and how long requests have waited for it.
+
+use kvtier::SlabUsage;
+use serde::Serialize;
+
+use crate::metrics::{Exposition, Latencies, LatencyColumn, MetricKind, NumberColumn};
+
+/// The metrics of a disk below the caches.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct TierMetrics {
+    /// What the disk contains, and what it has done.
+    #[serde(flatten)]
+    pub usage: SlabUsage,
+    /// The times from the start of a prompt's loads until the prompt was looked up.
+    pub waits: Latencies,
+}
+
+impl TierMetrics {
+    /// Formats the metrics of several disks for Prometheus. Each name becomes the value of the label `tier`.
+    ///
+    /// ```
+    /// use kvchunk::TierMetrics;
+    /// let mut metrics = TierMetrics::default();
+    /// metrics.usage.hits = 3;
+    /// let text = TierMetrics::prometheus(&[("nvme", &metrics)]);
+    /// assert!(text.contains("kv_tier_hits_total{tier=\"nvme\"} 3.0\n"));
+    /// assert!(text.contains("kv_tier_limit_bytes{tier=\"nvme\"} 0.0\n"));
+    /// ```
+    pub fn prometheus(tiers: &[(&str, &Self)]) -> String {
+        let mut text = Exposition::default();
+        text.numbers(&NUMBERS, "tier", tiers);
+        text.latencies(&WAITS, "tier", tiers);
+        text.to_string()
+    }
+}
+
+const WAITS: [LatencyColumn<TierMetrics>; 1] =
+    [("kv_tier_wait_seconds", "Time from the start of the loads of a prompt until it was looked up", |m| {
+        &m.waits
+    })];
+
+const NUMBERS: [NumberColumn<TierMetrics>; 13] = [
+    ("kv_tier_bytes", MetricKind::Gauge, "Bytes that contain records or are set aside", |m| {
+        m.usage.bytes as f64
+    }),
+    ("kv_tier_limit_bytes", MetricKind::Gauge, "Size of the file, which is its limit", |m| {
+        m.usage.limit_bytes as f64
+    }),
+    ("kv_tier_records", MetricKind::Gauge, "Records", |m| m.usage.records as f64),
+    ("kv_tier_hits", MetricKind::Counter, "Records loaded", |m| m.usage.hits as f64),
+    ("kv_tier_misses", MetricKind::Counter, "Records asked for and not loaded", |m| m.usage.misses as f64),
+    ("kv_tier_differs", MetricKind::Counter, "Records with other tokens or another layout", |m| {
+        m.usage.differs as f64
+    }),
+    ("kv_tier_loads_skipped_slower", MetricKind::Counter, "Loads skipped because computing is faster", |m| {
+        m.usage.loads_skipped_slower as f64
+    }),
+    ("kv_tier_damaged", MetricKind::Counter, "Records whose bytes had changed", |m| m.usage.damaged as f64),
+    ("kv_tier_deadline_exceeded", MetricKind::Counter, "Loads that were given up", |m| {
+        m.usage.deadline_exceeded as f64
+    }),
+    ("kv_tier_read_errors", MetricKind::Counter, "Loads that the disk refused", |m| {
+        m.usage.read_errors as f64
+    }),
+    ("kv_tier_write_errors", MetricKind::Counter, "Batches that the disk refused", |m| {
+        m.usage.write_errors as f64
+    }),
+    ("kv_tier_stores_dropped", MetricKind::Counter, "Records not stored", |m| m.usage.stores_dropped as f64),
+    ("kv_tier_evicted", MetricKind::Counter, "Records evicted", |m| m.usage.evicted as f64),
+];
