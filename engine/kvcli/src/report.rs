@@ -199,7 +199,7 @@ pub(crate) fn disk_line(usage: &SlabUsage) -> String {
     let SlabUsage { hits, misses, records, bytes, limit_bytes, .. } = usage;
     let mib = |bytes: &u64| *bytes as f64 / f64::from(1 << 20);
     format!(
-        "{hits} pieces of documents loaded from the disk, {misses} not found there; {records} stored in {:.1} of {:.1} MiB",
+        "{hits} records loaded from the disk, {misses} not found there; {records} stored in {:.1} of {:.1} MiB",
         mib(bytes),
         mib(limit_bytes),
     )

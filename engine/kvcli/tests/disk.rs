@@ -1,39 +1,110 @@
-//! `kvc run --disk`: documents that outlive the program.
+//! `kvc run --disk`, `kvc warm` and `kvc inspect`: documents that outlive the program.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
+use std::path::Path;
 
-use common::{A, B, SYSTEM, fails, json, prompt};
+use common::{A, B, SYSTEM, fails, json, kvc, prompt, run_json};
+use serde_json::Value;
 
 #[allow(dead_code, reason = "other suites use the rest")]
 mod common;
 
+/// Options for a small folder from which everything is loaded, because the built-in model computes faster than any
+/// disk.
+fn disk(folder: &Path) -> [String; 6] {
+    let folder = folder.to_str().unwrap();
+    ["--disk", folder, "--disk-limit", "32MiB", "--disk-loads", "always"].map(str::to_owned)
+}
+
+fn missed(answer: &Value) -> Vec<Value> {
+    answer["chunks"].as_array().unwrap().iter().map(|chunk| chunk["missed"].clone()).collect()
+}
+
 #[test]
 fn documents_are_found_by_the_next_start() {
     let folder = tempfile::tempdir().unwrap();
-    let disk = folder.path().join("kv").to_str().unwrap().to_owned();
+    let kv = folder.path().join("kv");
+    let disk = disk(&kv);
     let start = |documents: [&str; 2]| {
         let ask = prompt(&[SYSTEM, documents[0], documents[1], "bora ?"]);
-        json(&["--disk", &disk, "--disk-limit", "32MiB", "--recompute", "none", "--prompt", &ask])
+        let options: Vec<&str> = disk.iter().map(String::as_str).collect();
+        json(&[&options[..], &["--recompute", "none", "--prompt", &ask]].concat())
     };
     let (first, second) = (start([A, B]), start([B, A]));
-    assert_eq!((&first["disk"]["hits"], &first["disk"]["misses"]), (&0.into(), &2.into()));
-    assert_eq!((&second["disk"]["hits"], &second["disk"]["misses"]), (&2.into(), &0.into()));
+    assert_eq!((&first["disk"]["hits"], missed(&first)), (&0.into(), vec!["new".into(); 2]));
+    assert!(second["disk"]["hits"].as_u64() >= Some(2) && second["disk"]["misses"] == 0);
+    assert_eq!(missed(&second), vec![Value::Null; 2]);
     assert_eq!(first["tokens"], second["tokens"]);
     let hits = second["chunks"].as_array().unwrap().iter().filter(|chunk| chunk["hit"] == true).count();
     assert_eq!(hits, 2);
-    let size = fs::metadata(folder.path().join("kv/records.kvslab")).unwrap().len();
+    let size = fs::metadata(kv.join("records.kvslab")).unwrap().len();
     assert!(size <= 32 << 20 && second["disk"]["limit_bytes"] == size);
 }
 
 #[test]
-fn wrong_folders_and_sizes_are_named() {
+fn warm_documents_are_found_in_any_prompt() {
+    let folder = tempfile::tempdir().unwrap();
+    let (documents, kv) = (folder.path().join("documents"), folder.path().join("kv"));
+    fs::create_dir(&documents).unwrap();
+    for (name, text) in [("a.txt", A), ("b.txt", B)] {
+        fs::write(documents.join(name), text).unwrap();
+    }
+    let lines = folder.path().join("more.jsonl");
+    fs::write(&lines, "\"dora is green . \"\n\n{\"id\": 7, \"text\": \"elba is old .\"}\n").unwrap();
+    let kv_text = kv.to_str().unwrap();
+    let warm = |sources: &[&Path]| -> Value {
+        let sources: Vec<&str> = sources.iter().map(|path| path.to_str().unwrap()).collect();
+        let options = ["--disk", kv_text, "--disk-limit", "32MiB", "--system", SYSTEM, "--json"];
+        let way = ["--chunks", "with-system"];
+        run_json(&[&["warm"], &sources[..], &options, &way].concat())
+    };
+    let first = warm(&[&documents]);
+    assert_eq!((&first["documents"], &first["known"], &first["dropped"]), (&2.into(), &0.into(), &0.into()));
+    let second = warm(&[&documents, &lines]);
+    assert_eq!((&second["documents"], &second["known"]), (&4.into(), &2.into()), "it goes on");
+    let options = disk(&kv);
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    let [a, b] = ["b.txt", "a.txt"].map(|name| documents.join(name));
+    let files = ["--document", a.to_str().unwrap(), "--document", b.to_str().unwrap()];
+    let way = ["--system", SYSTEM, "--chunks", "with-system", "-p", "bora ?"];
+    let answer = json(&[&options[..], &files, &way].concat());
+    assert_eq!(missed(&answer), vec![Value::Null; 2]);
+    assert!(answer["disk"]["hits"].as_u64() >= Some(2));
+    // Another system prompt needs other keys and values.
+    let other = ["--system", "other words", "--chunks", "with-system", "-p", "bora ?"];
+    let answer = json(&[&options[..], &files, &other].concat());
+    assert_eq!(missed(&answer), vec!["other_context".into(); 2] as Vec<Value>);
+    let inspected = run_json(&["inspect", kv_text, "--check", "--json"]);
+    assert!(inspected["records"].as_u64() >= Some(6) && inspected["damaged"] == 0, "{inspected}");
+    let table = String::from_utf8(kvc(&["inspect", kv_text]).stdout).unwrap();
+    assert!(table.contains("records in") && table.contains("layers, K"), "{table}");
+}
+
+#[test]
+fn wrong_folders_sizes_and_documents_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "x").unwrap();
-    let (file, folder) = (file.to_str().unwrap(), folder.path().to_str().unwrap());
+    let (file, empty) = (file.to_str().unwrap(), folder.path().join("empty"));
+    fs::create_dir(&empty).unwrap();
+    let (lines, empty) = (folder.path().join("lines.jsonl"), empty.to_str().unwrap());
+    let folder = folder.path().to_str().unwrap();
     fails(&["run", "--disk", file, "-p", "x"], 1, "is not a folder");
     fails(&["run", "--disk", folder, "--disk-limit", "100KiB", "-p", "x"], 1, "at least");
     fails(&["run", "--disk", folder, "--disk-limit", "ten", "-p", "x"], 2, "50GiB");
     fails(&["run", "--disk-limit", "1GiB", "-p", "x"], 2, "--disk");
+    fails(&["run", "--disk", folder, "--cache", "grouped", "-p", "x"], 1, "paged cache");
+    fails(&["inspect", empty], 1, "contains no slab");
+    fails(&["warm", empty, "--disk", folder], 1, "contains no documents");
+    fails(&["warm", file, "--disk", folder, "--disk-limit", "1MiB"], 1, "need some text before them");
+    for (text, said) in [
+        ("\"good\"\n{", "line 2"),
+        ("{\"body\": 1}", "a field `text`"),
+        ("\" \"", "empty"),
+        ("\n", "contains no documents"),
+    ] {
+        fs::write(&lines, text).unwrap();
+        fails(&["warm", lines.to_str().unwrap(), "--disk", folder], 1, said);
+    }
 }
