@@ -27,7 +27,10 @@ struct SlowDisk {
 
 /// The reads that the disk has not answered, while it hangs.
 #[derive(Clone, Default)]
-struct Held(Arc<Mutex<Option<Vec<(IoRequest, OnEnd, usize)>>>>);
+struct Held(Arc<Mutex<Option<Vec<HeldRead>>>>);
+
+/// A read that the disk has not answered, with its index in its call.
+type HeldRead = (IoRequest, OnEnd, usize);
 
 impl std::fmt::Debug for Held {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
