@@ -54,8 +54,10 @@ impl Slab {
         if let Some(entry) = state.get_mut(&id.key).filter(|entry| entry.sequence == place.sequence) {
             entry.readers -= 1;
         }
-        if let Err(Missed::Damaged | Missed::Failed(_)) = loaded {
-            state.quarantine(&id.key, place.sequence);
+        match loaded {
+            Err(Missed::Damaged | Missed::Failed(_)) => state.quarantine(&id.key, place.sequence),
+            Err(Missed::Differs) => state.doubt(&id.key, place.sequence),
+            Ok(_) | Err(Missed::Absent | Missed::Late) => {}
         }
         drop(state);
         shared.count(|counts| match &loaded {
@@ -95,7 +97,7 @@ impl Shared {
         let header = (self.geometry.cell_offset(place.runs[0].start), 1);
         let spans = std::iter::once(header).chain(spans(self, &place.runs, place.payload));
         let request =
-            |(offset, count)| IoRequest { direction: Direction::Read, offset, pages: Pages::new(count) };
+            |(offset, count)| IoRequest { direction: Direction::Read, offset, pages: self.io.pages(count) };
         let pages = run(self.io.as_ref(), spans.map(request).collect(), Some(deadline));
         let pages = pages.map_err(|fault| match fault {
             RunFault::Late => Missed::Late,

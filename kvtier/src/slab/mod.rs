@@ -12,7 +12,8 @@
 //!   be written after it. After a crash, only the headers of these cells are read.
 //! - **Callers do not wait for the disk** unless they load. Stores are queued, and dropped if the queue is full.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::fs;
 use std::path::Path;
@@ -39,7 +40,7 @@ use usage::Counts;
 pub use usage::SlabUsage;
 
 use crate::error::{Error, Result};
-use crate::io::{DiskIo, FileIo};
+use crate::io::{DiskIo, FileIo, IoChoice, IoWay};
 use crate::record::{Header, Record};
 
 /// The settings of a slab.
@@ -51,12 +52,15 @@ pub struct SlabConfig {
     pub cell_bytes: usize,
     /// The number of bytes that may wait to be written. Further records are dropped.
     pub queue_bytes: usize,
+    /// The way of I/O, or `None` for the best one that works here.
+    pub io: Option<IoWay>,
 }
 
 impl Default for SlabConfig {
-    /// Returns the default settings: 10 GiB, cells of 64 KiB, and a queue of 256 MiB.
+    /// Returns the default settings: 10 GiB, cells of 64 KiB, and a queue of 256 MiB, and
+    /// the best way of I/O.
     fn default() -> Self {
-        Self { limit: 10 << 30, cell_bytes: 64 << 10, queue_bytes: 256 << 20 }
+        Self { limit: 10 << 30, cell_bytes: 64 << 10, queue_bytes: 256 << 20, io: None }
     }
 }
 
@@ -65,7 +69,7 @@ impl Default for SlabConfig {
 pub enum Stored {
     /// The record will be written.
     Queued,
-    /// A record with this key is stored already, or waits to be written.
+    /// This record is stored already, or waits to be written.
     Known,
     /// The record was dropped, because the queue is full or the record is larger than the slab allows.
     Dropped,
@@ -98,10 +102,18 @@ struct Shared {
 #[derive(Default)]
 struct Queue {
     records: VecDeque<Record>,
-    /// The keys of the records that wait or are being written.
-    keys: HashSet<BlockKey>,
+    /// The records that wait or are being written, by their keys.
+    waiting: HashMap<BlockKey, Waiting>,
     bytes: usize,
     closed: bool,
+}
+
+/// The records with one key that wait or are being written.
+#[derive(Default)]
+struct Waiting {
+    /// The digest of the newest one's identity.
+    identity: u64,
+    records: usize,
 }
 
 /// The number of records that are synced together.
@@ -121,7 +133,8 @@ impl Slab {
     /// - Returns [`Error::NotAFolder`] if the path is a file.
     /// - Returns [`Error::InUse`] if another process has opened the folder.
     /// - Returns [`Error::LimitTooSmall`] if the limit is too small for a few records.
-    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder.
+    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder, or if
+    ///   [`SlabConfig::io`] is a way of I/O that cannot be used here.
     pub fn open(folder: &Path, scope: BlockKey, config: SlabConfig) -> Result<Self> {
         if folder.exists() && !folder.is_dir() {
             return Err(Error::NotAFolder { path: folder.to_owned() });
@@ -129,7 +142,7 @@ impl Slab {
         fs::create_dir_all(folder).map_err(Error::at("cannot create the folder", folder))?;
         let lock = lock(folder)?;
         let path = folder.join(Self::FILE);
-        let io = FileIo::open(&path).map_err(Error::at("cannot open", &path))?;
+        let io = FileIo::open(&path, config.io).map_err(Error::at("cannot open", &path))?;
         Self::over(Box::new(io), &path, scope, config, Some(lock))
     }
 
@@ -180,25 +193,33 @@ impl Slab {
         Ok(Self { shared, writer: Some(writer), _lock: lock })
     }
 
-    /// Queues a record to be written, without waiting for the disk.
+    /// Queues a record to be written, without waiting for the disk. It replaces a record with the same key and
+    /// another identity.
     pub fn store(&self, record: Record) -> Stored {
         let shared = &*self.shared;
-        let (key, bytes) = (record.id.key, record.payload_len());
-        if shared.state.lock().contains(&key) {
+        let (key, bytes, identity) = (record.id.key, record.payload_len(), record.id.digest());
+        // What waits is newer than what is stored.
+        let waiting = shared.queue.lock().waiting.get(&key).map(|waiting| waiting.identity);
+        let is_known = match waiting {
+            Some(waiting) => waiting == identity,
+            None => shared.state.lock().confirms(&key, identity),
+        };
+        if is_known {
             return Stored::Known;
         }
         let fits = shared.geometry.cells_for(bytes) <= shared.geometry.cells / 2
             && record.buffers.len() <= Header::MOST_LISTED / 2;
         let mut queue = shared.queue.lock();
-        if queue.keys.contains(&key) {
-            return Stored::Known;
-        }
         if !fits || queue.closed || queue.bytes + bytes > shared.config.queue_bytes {
             drop(queue);
             shared.count(|counts| counts.stores_dropped += 1);
             return Stored::Dropped;
         }
-        queue.keys.insert(key);
+        let waiting = queue.waiting.entry(key).or_default();
+        if waiting.records > 0 && waiting.identity == identity {
+            return Stored::Known;
+        }
+        *waiting = Waiting { identity, records: waiting.records + 1 };
         queue.bytes += bytes;
         queue.records.push_back(record);
         drop(queue);
@@ -211,17 +232,23 @@ impl Slab {
     pub fn flush(&self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         let mut queue = self.shared.queue.lock();
-        while !queue.keys.is_empty() {
+        while !queue.waiting.is_empty() {
             if self.shared.queue_changed.wait_until(&mut queue, deadline).timed_out() {
-                return queue.keys.is_empty();
+                return queue.waiting.is_empty();
             }
         }
         true
     }
 
-    /// Returns whether a record with this key can be loaded.
+    /// Returns whether a record with this key can be loaded. Returns false if a load has asked for another
+    /// identity under this key, so that the record is stored again.
     pub fn contains(&self, key: &BlockKey) -> bool {
         self.shared.state.lock().contains(key)
+    }
+
+    /// Returns the way of I/O and why better ones are not used, or `None` if the file is none of [`FileIo`].
+    pub fn io_choice(&self) -> Option<&IoChoice> {
+        self.shared.io.choice()
     }
 
     /// Checks that every cell has one owner. Returns a description of the first inconsistency as `Err`. Must
@@ -249,7 +276,12 @@ impl Shared {
     fn end_batch(&self, keys: &[BlockKey], bytes: usize) {
         let mut queue = self.queue.lock();
         for key in keys {
-            queue.keys.remove(key);
+            if let Entry::Occupied(mut waiting) = queue.waiting.entry(*key) {
+                waiting.get_mut().records -= 1;
+                if waiting.get().records == 0 {
+                    waiting.remove();
+                }
+            }
         }
         queue.bytes -= bytes;
         drop(queue);

@@ -21,11 +21,15 @@ pub(super) struct Entry {
     pub(super) scope: BlockKey,
     pub(super) sequence: u64,
     pub(super) payload: usize,
+    /// The digest of the record's identity.
+    identity: u64,
     pub(super) runs: Vec<CellRun>,
     /// The record's rank in the order of eviction.
     tick: u64,
     /// The number of loads under way. A record that is being read is not evicted.
     pub(super) readers: u32,
+    /// True if a load has asked for another identity since the record was stored.
+    doubted: bool,
 }
 
 /// The records and the cells.
@@ -83,7 +87,7 @@ impl SlabState {
 
     /// Adds a record that is on the disk, unless its cells are not free or a newer record has its key.
     pub(super) fn adopt(&mut self, listed: Listed) {
-        let Listed { key, scope, sequence, payload, runs } = listed;
+        let Listed { key, sequence, payload, ref runs, .. } = listed;
         let cells: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
         let sound = cells == u64::from(self.geometry.cells_for(payload))
             && runs.iter().all(|&run| self.geometry.has(run));
@@ -91,7 +95,7 @@ impl SlabState {
             return;
         }
         let mut taken = Vec::new();
-        for &run in &runs {
+        for &run in runs {
             if self.closed.remove(run) || self.open.remove(run) {
                 taken.push(run);
             }
@@ -102,21 +106,16 @@ impl SlabState {
         }
         self.remove(&key);
         self.sequence = self.sequence.max(sequence);
-        self.insert(key, scope, sequence, payload, runs);
+        self.insert(listed);
     }
 
-    /// Adds a record whose cells have been taken.
-    pub(super) fn insert(
-        &mut self,
-        key: BlockKey,
-        scope: BlockKey,
-        sequence: u64,
-        payload: usize,
-        runs: Vec<CellRun>,
-    ) {
+    /// Adds a record whose cells have been taken. A record with the same key is replaced.
+    pub(super) fn insert(&mut self, listed: Listed) {
+        let Listed { key, scope, sequence, payload, identity, runs } = listed;
         self.tick += 1;
         self.order.insert(self.tick, key);
-        let entry = Entry { scope, sequence, payload, runs, tick: self.tick, readers: 0 };
+        let (tick, readers, doubted) = (self.tick, 0, false);
+        let entry = Entry { scope, sequence, payload, identity, runs, tick, readers, doubted };
         if let Some(before) = self.records.insert(key, entry) {
             self.order.remove(&before.tick);
             self.give_back(before.runs);
@@ -153,8 +152,25 @@ impl SlabState {
         self.records.get_mut(key)
     }
 
+    /// Returns whether a record has this key, and nobody has asked for another identity under it.
     pub(super) fn contains(&self, key: &BlockKey) -> bool {
-        self.records.contains_key(key)
+        self.records.get(key).is_some_and(|entry| !entry.doubted)
+    }
+
+    /// Returns whether the record with this key has this identity. If so, it is no longer in doubt.
+    pub(super) fn confirms(&mut self, key: &BlockKey, identity: u64) -> bool {
+        let entry = self.records.get_mut(key).filter(|entry| entry.identity == identity);
+        entry.is_some_and(|entry| {
+            entry.doubted = false;
+            true
+        })
+    }
+
+    /// Notes that a load has asked for another identity than a record's.
+    pub(super) fn doubt(&mut self, key: &BlockKey, sequence: u64) {
+        if let Some(entry) = self.records.get_mut(key).filter(|entry| entry.sequence == sequence) {
+            entry.doubted = true;
+        }
     }
 
     /// Removes a record. Its cells are free after the next checkpoint.
@@ -216,8 +232,8 @@ impl SlabState {
         let count = self.geometry.cells_for(needed).max(self.geometry.cells / OPENED).min(closed.len());
         let open = closed.take(count.min(MOST_OPENED.max(self.geometry.cells_for(needed))), usize::MAX);
         let listed = self.order.values().filter_map(|key| {
-            let Entry { scope, sequence, payload, ref runs, .. } = *self.records.get(key)?;
-            Some(Listed { key: *key, scope, sequence, payload, runs: runs.clone() })
+            let Entry { scope, sequence, payload, identity, ref runs, .. } = *self.records.get(key)?;
+            Some(Listed { key: *key, scope, sequence, payload, identity, runs: runs.clone() })
         });
         Table {
             generation: self.generation + 1,

@@ -7,7 +7,7 @@ use crate::io::{PAGE, Pages};
 use crate::record::CellRun;
 
 /// The first bytes of a table.
-const MAGIC: [u8; 8] = *b"KVTABLE1";
+const MAGIC: [u8; 8] = *b"KVTABLE2";
 
 /// A record as a checkpoint lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -16,6 +16,8 @@ pub(super) struct Listed {
     pub(super) scope: BlockKey,
     pub(super) sequence: u64,
     pub(super) payload: usize,
+    /// The digest of the record's identity.
+    pub(super) identity: u64,
     pub(super) runs: Vec<CellRun>,
 }
 
@@ -53,12 +55,13 @@ impl Table {
         }
         runs(&mut body, &self.open);
         word(&mut body, self.records.len() as u64);
-        for Listed { key, scope, sequence, payload, runs: places } in &self.records {
+        for Listed { key, scope, sequence, payload, identity, runs: places } in &self.records {
             body.extend_from_slice(key.as_bytes());
             let scope = scopes.binary_search(scope).unwrap_or_default();
             body.extend_from_slice(&(scope as u32).to_le_bytes());
             word(&mut body, *sequence);
             word(&mut body, *payload as u64);
+            word(&mut body, *identity);
             runs(&mut body, places);
         }
         let mut pages = Pages::new(1 + body.len().div_ceil(PAGE));
@@ -103,8 +106,8 @@ impl Table {
         let mut listed = || {
             let key = body.key()?;
             let scope = *scopes.get(body.half()? as usize)?;
-            let (sequence, payload) = (body.word()?, body.word()? as usize);
-            Some(Listed { key, scope, sequence, payload, runs: body.runs()? })
+            let (sequence, payload, identity) = (body.word()?, body.word()? as usize, body.word()?);
+            Some(Listed { key, scope, sequence, payload, identity, runs: body.runs()? })
         };
         let records = (0..records).map(|_| listed()).collect::<Option<Vec<_>>>()?;
         Some(Self { generation, sequence, open, records })
@@ -151,6 +154,7 @@ mod tests {
             scope: key(byte % 2),
             sequence: u64::from(byte) << 33,
             payload: 1000 + usize::from(byte),
+            identity: u64::from(byte) << 40,
             runs: (0..u32::from(byte) % 3).map(|start| CellRun { start: 7 * start, count: 3 }).collect(),
         };
         let open = vec![CellRun { start: 100, count: 50 }, CellRun { start: 200, count: 1 }];

@@ -9,8 +9,9 @@ use std::sync::Arc;
 use kvcore::BlockKey;
 
 use super::open::write;
+use super::table::Listed;
 use super::{Shared, SlabState};
-use crate::io::{Direction, IoRequest, PAGE, Pages, run};
+use crate::io::{Direction, IoRequest, PAGE, Pages, Window, run};
 use crate::record::{CellRun, Header, Record};
 
 /// The largest request in bytes.
@@ -98,7 +99,9 @@ impl Shared {
         let mut state = self.state.lock();
         for Placed { record, runs, sequence, .. } in batch {
             if written.is_ok() {
-                state.insert(record.id.key, self.scope, sequence, record.payload_len(), runs);
+                let (payload, identity) = (record.payload_len(), record.id.digest());
+                let scope = self.scope;
+                state.insert(Listed { key: record.id.key, scope, sequence, payload, identity, runs });
             } else {
                 state.give_back(runs);
             }
@@ -110,15 +113,20 @@ impl Shared {
     }
 
     fn write_payloads(&self, batch: &mut [Placed]) -> io::Result<()> {
-        let mut requests = Vec::new();
+        let window = Window::new(self.io.as_ref());
         for Placed { record, runs, digest, .. } in batch {
-            let spans = spans(self, runs, record.payload_len());
-            let mut pages: Vec<Pages> = spans.iter().map(|&(_, count)| Pages::new(count)).collect();
-            *digest = record.write_payload(pages.iter_mut().map(Pages::bytes_mut));
-            let request = |((offset, _), pages)| IoRequest { direction: Direction::Write, offset, pages };
-            requests.extend(spans.into_iter().zip(pages).map(request));
+            let mut spans = spans(self, runs, record.payload_len()).into_iter();
+            let mut offset = 0;
+            *digest = record.write_payload(|full| {
+                if let Some(full) = full {
+                    window.write(offset, full);
+                }
+                let (next, count) = spans.next()?;
+                offset = next;
+                Some(window.pages(count))
+            });
         }
-        self.run(requests)
+        window.finish()
     }
 
     fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
@@ -134,6 +142,7 @@ impl Shared {
                 label: record.id.label.len(),
                 buffers: record.buffers.iter().map(Vec::len).collect(),
                 digest: *digest,
+                identity: record.id.digest(),
                 runs: runs.clone(),
             };
             header.write(page.bytes_mut());
