@@ -6,24 +6,12 @@ mod common;
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use common::disk::{Event, TestDisk, on_each_disk};
+use common::disk::{Dice, Event, TestDisk, on_each_disk};
 use common::{load, record, ways};
 use kvtier::io::Direction;
 use kvtier::{DiskIo, Error, Missed, Record, Stored};
 
 const PATIENCE: Duration = Duration::from_secs(20);
-
-/// Numbers that only depend on a seed.
-struct Dice(u64);
-
-impl Dice {
-    fn roll(&mut self, sides: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % sides
-    }
-}
 
 /// Cuts the power of a disk several times after every write and every sync. Each sector that was written since
 /// the last sync, or whose write had not ended before it, may be old or new. Returns the number of cuts.

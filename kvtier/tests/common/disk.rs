@@ -221,3 +221,15 @@ pub(crate) fn on_each_disk(test: impl Fn(TestDisk)) {
         test(TestDisk::of_file(&folder.path().join("file"), way));
     }
 }
+
+/// Numbers that only depend on a seed.
+pub(crate) struct Dice(pub(crate) u64);
+
+impl Dice {
+    pub(crate) fn roll(&mut self, sides: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % sides
+    }
+}
