@@ -81,7 +81,7 @@ impl PagePool {
 
     /// The number of pieces. Together they are less than the 8 MiB that an unprivileged process may lock on most
     /// systems.
-    pub(super) const PIECES: u16 = 28;
+    pub(super) const PIECES: u16 = 30;
 
     /// Allocates the memory.
     pub(super) fn new() -> Arc<Self> {

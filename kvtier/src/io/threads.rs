@@ -60,10 +60,13 @@ impl ThreadIo {
 impl Transport for ThreadIo {
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd) {
         let mut waiting = self.queue.waiting.lock();
+        let count = requests.len();
         let requests = requests.into_iter().enumerate();
         waiting.requests.extend(requests.map(|(index, request)| (index, request, Arc::clone(&on_end))));
         drop(waiting);
-        self.queue.changed.notify_all();
+        for _ in 0..count.min(DEPTH) {
+            self.queue.changed.notify_one();
+        }
     }
 }
 

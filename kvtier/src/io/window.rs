@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{DEPTH, Direction, DiskIo, IoEnd, IoRequest, OnEnd, Pages};
+use super::{Direction, DiskIo, IoEnd, IoRequest, OnEnd, Pages};
 
 /// Starts writes while earlier ones are under way, so that memory is filled while the disk works. At most
-/// [`DEPTH`] writes are under way, and their memory is used again.
+/// [`Window::MOST`] writes are under way, and their memory is used again.
 pub(crate) struct Window<'a> {
     io: &'a dyn DiskIo,
     writes: Arc<Writes>,
@@ -29,6 +29,10 @@ struct WritesState {
 }
 
 impl<'a> Window<'a> {
+    /// The number of writes that are under way at once. Two windows together keep a file busy, and leave some of
+    /// its memory to reads.
+    const MOST: usize = 12;
+
     /// Creates a window without writes.
     pub(crate) fn new(io: &'a dyn DiskIo) -> Self {
         let writes = Arc::<Writes>::default();
@@ -48,7 +52,7 @@ impl<'a> Window<'a> {
 
     /// Returns memory for the next write as soon as it may start.
     pub(crate) fn pages(&self, count: usize) -> Pages {
-        drop(self.wait(DEPTH - 1));
+        drop(self.wait(Self::MOST - 1));
         self.io.pages(count)
     }
 

@@ -1,7 +1,7 @@
 //! A file of fixed size in which records survive the process.
 //!
 //! ```text
-//!   store ──► queue ──► one thread: cells ─ payloads ─ headers ─ sync ──► found
+//!   store ──► queue ──► two threads: cells ─ payloads ─ headers ─ sync ──► found
 //!   load  ──► cells ─ read, many requests at once ─ compare key, tokens, digest ──► buffers
 //! ```
 //!
@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvcore::BlockKey;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock};
 
 mod cells;
 mod geometry;
@@ -81,18 +81,20 @@ pub enum Stored {
 /// Writes the records that are waiting, and a last checkpoint.
 pub struct Slab {
     shared: Arc<Shared>,
-    writer: Option<JoinHandle<()>>,
+    writers: Vec<JoinHandle<()>>,
     /// Locks the folder for this process.
     _lock: Option<fs::File>,
 }
 
-/// The state that the slab shares with its writing thread.
+/// The state that the slab shares with the threads that write.
 struct Shared {
     io: Box<dyn DiskIo>,
     geometry: Geometry,
     config: SlabConfig,
     scope: BlockKey,
     state: Mutex<SlabState>,
+    /// Held for reading by a thread that has a batch, and for writing during a checkpoint.
+    writing: RwLock<()>,
     queue: Mutex<Queue>,
     queue_changed: Condvar,
     counts: Mutex<Counts>,
@@ -116,8 +118,11 @@ struct Waiting {
     records: usize,
 }
 
-/// The number of records that are synced together.
-const BATCH: usize = 16;
+/// The largest number of records, and of bytes after the first one, that are synced together.
+const BATCH: (usize, usize) = (64, 32 << 20);
+
+/// The number of threads that write.
+const WRITERS: usize = 2;
 
 impl Slab {
     /// The name of the file in the slab's folder.
@@ -181,16 +186,19 @@ impl Slab {
             config,
             scope,
             state: Mutex::new(state),
+            writing: RwLock::new(()),
             queue: Mutex::default(),
             queue_changed: Condvar::new(),
             counts: Mutex::default(),
         });
-        let writing = Arc::clone(&shared);
-        let writer = std::thread::Builder::new()
-            .name("kvtier-writer".to_owned())
-            .spawn(move || writing.write_batches())
-            .map_err(Error::at("cannot start the thread that writes", path))?;
-        Ok(Self { shared, writer: Some(writer), _lock: lock })
+        let mut this = Self { shared, writers: Vec::new(), _lock: lock };
+        for _ in 0..WRITERS {
+            let shared = Arc::clone(&this.shared);
+            let writer = std::thread::Builder::new().name("kvtier-writer".to_owned());
+            let writer = writer.spawn(move || shared.write_batches());
+            this.writers.push(writer.map_err(Error::at("cannot start a thread that writes", path))?);
+        }
+        Ok(this)
     }
 
     /// Queues a record to be written, without waiting for the disk. It replaces a record with the same key and
@@ -268,7 +276,13 @@ impl Shared {
             }
             self.queue_changed.wait(&mut queue);
         }
-        let count = queue.records.len().min(BATCH);
+        let (most, most_bytes) = BATCH;
+        let mut bytes = 0;
+        let fits = |record: &&Record| {
+            bytes += record.payload_len();
+            bytes <= most_bytes
+        };
+        let count = queue.records.iter().take(most).take_while(fits).count().max(1);
         Some(queue.records.drain(..count).collect())
     }
 
@@ -309,10 +323,11 @@ impl Drop for Slab {
     fn drop(&mut self) {
         self.shared.queue.lock().closed = true;
         self.shared.queue_changed.notify_all();
-        if let Some(writer) = self.writer.take() {
+        for writer in self.writers.drain(..) {
             // If the thread panicked, the checkpoint before is still valid.
             let _ = writer.join();
         }
+        self.shared.close();
     }
 }
 

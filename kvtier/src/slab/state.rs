@@ -109,9 +109,13 @@ impl SlabState {
         self.insert(listed);
     }
 
-    /// Adds a record whose cells have been taken. A record with the same key is replaced.
+    /// Adds a record whose cells have been taken. An older record with the same key is replaced; if there is a
+    /// newer one, the cells are free again.
     pub(super) fn insert(&mut self, listed: Listed) {
         let Listed { key, scope, sequence, payload, identity, runs } = listed;
+        if self.records.get(&key).is_some_and(|known| known.sequence > sequence) {
+            return self.give_back(runs);
+        }
         self.tick += 1;
         self.order.insert(self.tick, key);
         let (tick, readers, doubted) = (self.tick, 0, false);

@@ -1,12 +1,13 @@
-//! The thread that writes records.
+//! The threads that write records.
 //!
 //! Records are written in batches: first all payloads, then all headers, then one sync. Only then are they
-//! found. If no cells are open, the thread evicts records and writes a checkpoint first.
+//! found. If no cells are open, a thread evicts records and writes a checkpoint first. No other thread has a
+//! batch at that time.
 
 use std::io;
-use std::sync::Arc;
 
 use kvcore::BlockKey;
+use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
 
 use super::open::write;
 use super::table::Listed;
@@ -22,6 +23,8 @@ struct Placed {
     record: Record,
     runs: Vec<CellRun>,
     sequence: u64,
+    /// The digest of the record's identity.
+    identity: u64,
     digest: u64,
 }
 
@@ -47,46 +50,61 @@ pub(super) fn spans(shared: &Shared, runs: &[CellRun], payload: usize) -> Vec<(u
 }
 
 impl Shared {
-    /// Writes batches until the slab is closed and nothing is left to write.
-    pub(super) fn write_batches(self: Arc<Self>) {
+    /// Writes batches until the slab is closed and nothing is left to write. Several threads do so at once: one
+    /// copies while another one waits for the disk.
+    pub(super) fn write_batches(&self) {
         while let Some(batch) = self.next_batch() {
             let keys: Vec<BlockKey> = batch.iter().map(|record| record.id.key).collect();
             let bytes = batch.iter().map(Record::payload_len).sum();
             let mut placed = Vec::new();
+            let mut writing = self.writing.read();
             for record in batch {
-                let runs = self.state.lock().take(record.payload_len());
-                let runs = runs.or_else(|| {
+                let payload = record.payload_len();
+                let mut runs = self.state.lock().take(payload);
+                if runs.is_none() {
                     // A checkpoint lists written records, and forgets the cells of others.
                     self.write_batch(std::mem::take(&mut placed));
-                    self.open_cells(record.payload_len())
-                });
+                    drop(writing);
+                    (runs, writing) = self.open_cells(payload);
+                }
                 if let Some(runs) = runs {
                     let mut state = self.state.lock();
                     state.sequence += 1;
-                    placed.push(Placed { record, runs, sequence: state.sequence, digest: 0 });
+                    let (sequence, identity) = (state.sequence, record.id.digest());
+                    placed.push(Placed { record, runs, sequence, identity, digest: 0 });
                 }
             }
             self.write_batch(placed);
+            drop(writing);
             self.end_batch(&keys, bytes);
-        }
-        if self.checkpoint(0).is_err() {
-            self.count(|counts| counts.write_errors += 1);
         }
     }
 
-    /// Takes cells for a payload after a checkpoint has opened some. Returns `None` if there is no room, or if
+    /// Takes cells for a payload after a checkpoint has opened some. Returns no cells if there is no room, or if
     /// the disk refuses the checkpoint.
-    fn open_cells(&self, payload: usize) -> Option<Vec<CellRun>> {
-        let room = self.state.lock().make_room(payload);
-        if room && self.checkpoint(payload).is_err() {
-            self.count(|counts| counts.write_errors += 1);
-            return None;
-        }
-        let runs = if room { self.state.lock().take(payload) } else { None };
+    fn open_cells(&self, payload: usize) -> (Option<Vec<CellRun>>, RwLockReadGuard<'_, ()>) {
+        // Waits for the batches of other threads, so that the checkpoint lists them.
+        let alone = self.writing.write();
+        let mut runs = self.state.lock().take(payload);
         if runs.is_none() {
-            self.count(|counts| counts.stores_dropped += 1);
+            let room = self.state.lock().make_room(payload);
+            if room && self.checkpoint(payload).is_err() {
+                self.count(|counts| counts.write_errors += 1);
+            } else {
+                runs = if room { self.state.lock().take(payload) } else { None };
+                if runs.is_none() {
+                    self.count(|counts| counts.stores_dropped += 1);
+                }
+            }
         }
-        runs
+        (runs, RwLockWriteGuard::downgrade(alone))
+    }
+
+    /// Writes the last checkpoint, after the threads that write have ended.
+    pub(super) fn close(&self) {
+        if self.checkpoint(0).is_err() {
+            self.count(|counts| counts.write_errors += 1);
+        }
     }
 
     /// Writes the payloads, then the headers, and syncs. If that succeeds, the records are found.
@@ -97,11 +115,12 @@ impl Shared {
         let written = self.write_payloads(&mut batch).and_then(|()| self.write_headers(&batch));
         let written = written.and_then(|()| self.io.sync());
         let mut state = self.state.lock();
-        for Placed { record, runs, sequence, .. } in batch {
+        for Placed { record, runs, sequence, identity, .. } in &mut batch {
+            let (runs, payload) = (std::mem::take(runs), record.payload_len());
             if written.is_ok() {
-                let (payload, identity) = (record.payload_len(), record.id.digest());
-                let scope = self.scope;
-                state.insert(Listed { key: record.id.key, scope, sequence, payload, identity, runs });
+                let (key, scope) = (record.id.key, self.scope);
+                let (sequence, identity) = (*sequence, *identity);
+                state.insert(Listed { key, scope, sequence, payload, identity, runs });
             } else {
                 state.give_back(runs);
             }
@@ -131,7 +150,7 @@ impl Shared {
 
     fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
         let request = |placed: &Placed| {
-            let Placed { record, runs, sequence, digest } = placed;
+            let Placed { record, runs, sequence, identity, digest } = placed;
             let mut page = Pages::new(1);
             let header = Header {
                 sequence: *sequence,
@@ -142,7 +161,7 @@ impl Shared {
                 label: record.id.label.len(),
                 buffers: record.buffers.iter().map(Vec::len).collect(),
                 digest: *digest,
-                identity: record.id.digest(),
+                identity: *identity,
                 runs: runs.clone(),
             };
             header.write(page.bytes_mut());
@@ -159,7 +178,7 @@ impl Shared {
         })
     }
 
-    /// Writes a checkpoint that opens cells for a payload. Only this thread writes checkpoints.
+    /// Writes a checkpoint that opens cells for a payload. The caller guarantees that no batch is being written.
     fn checkpoint(&self, payload: usize) -> io::Result<()> {
         let table = self.state.lock().checkpoint(payload);
         write(self.io.as_ref(), self.geometry.table_offset(table.generation), table.pages())?;
