@@ -29,9 +29,9 @@
 //! |---|---|
 //! | [`record`] | [`Record`]: the contents of a piece with everything that must match before they are used |
 //! | [`slab`] | [`Slab`]: a file of fixed size in which records survive the process |
-//! | [`io`] | [`DiskIo`]: positioned reads and writes of whole pages, many at a time |
+//! | [`io`] | [`DiskIo`]: positioned reads and writes of whole pages, many at a time, with `io_uring` or threads |
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod io;
 pub mod record;
@@ -40,7 +40,7 @@ pub mod slab;
 mod error;
 
 pub use error::{Error, Result};
-pub use io::{DiskIo, FileIo};
+pub use io::{DiskIo, FileIo, IoChoice, IoWay};
 pub use record::{Record, RecordId, RecordNote};
 pub use slab::{
     Found, InspectedScope, Inspection, Listing, Loading, Missed, Slab, SlabConfig, SlabUsage, Stored,

@@ -16,7 +16,7 @@ use std::time::Duration;
 use kvcore::BlockKey;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use crate::io::PAGE;
+use crate::io::{PAGE, Pages};
 
 /// The identity of a record: a reader names it, and a record with another identity is never used.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +30,20 @@ pub struct RecordId {
     /// The layout of the buffers in words, such as the shape, the format and the form of keys. A record with
     /// another label is never read as this one's.
     pub label: Arc<str>,
+}
+
+impl RecordId {
+    /// Returns a digest of everything but the key. Records with the same key and another digest differ.
+    pub(crate) fn digest(&self) -> u64 {
+        let mut digest = Xxh3::new();
+        digest.update(&self.stored_start.to_le_bytes());
+        digest.update(&(self.label.len() as u64).to_le_bytes());
+        digest.update(self.label.as_bytes());
+        for token in &*self.tokens {
+            digest.update(&token.to_le_bytes());
+        }
+        digest.digest()
+    }
 }
 
 /// The contents of a piece, with its identity.
@@ -99,55 +113,57 @@ impl Record {
         label.len() + 4 * tokens.len() + self.buffers.iter().map(Vec::len).sum::<usize>()
     }
 
-    /// Writes the payload to pieces of memory, one after another, and fills the rest of them with zeros.
-    /// Returns its digest.
-    pub(crate) fn write_payload<'a>(&self, to: impl Iterator<Item = &'a mut [u8]>) -> u64 {
-        let mut digest = Xxh3::new();
-        let mut out = Scattered::new(to);
-        out.put(self.id.label.as_bytes(), &mut digest);
+    /// Writes the payload to pieces of memory, one after another, and fills the rest of the last one with zeros.
+    /// `next` takes a piece that is full, and returns the next one. Returns the digest of the payload.
+    pub(crate) fn write_payload(&self, next: impl FnMut(Option<Pages>) -> Option<Pages>) -> u64 {
+        let mut out = Scattered { next, now: None, filled: 0, digest: Xxh3::new() };
+        out.put(self.id.label.as_bytes());
         for tokens in self.id.tokens.chunks(1024) {
             let mut bytes = [0; 4096];
             for (slot, token) in bytes.chunks_exact_mut(4).zip(tokens) {
                 slot.copy_from_slice(&token.to_le_bytes());
             }
-            out.put(&bytes[..4 * tokens.len()], &mut digest);
+            out.put(&bytes[..4 * tokens.len()]);
         }
         for buffer in &self.buffers {
-            out.put(buffer, &mut digest);
+            out.put(buffer);
         }
-        out.fill();
-        digest.digest()
+        out.end()
     }
 }
 
 /// Memory in pieces, filled from the start.
-struct Scattered<'a, I> {
-    rest: I,
-    now: &'a mut [u8],
+struct Scattered<F> {
+    next: F,
+    now: Option<Pages>,
+    /// The number of bytes of the piece that have been filled.
+    filled: usize,
+    digest: Xxh3,
 }
 
-impl<'a, I: Iterator<Item = &'a mut [u8]>> Scattered<'a, I> {
-    fn new(mut rest: I) -> Self {
-        let now = rest.next().unwrap_or_default();
-        Self { rest, now }
-    }
-
-    fn put(&mut self, mut bytes: &[u8], digest: &mut Xxh3) {
-        digest.update(bytes);
+impl<F: FnMut(Option<Pages>) -> Option<Pages>> Scattered<F> {
+    fn put(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
-            if self.now.is_empty() {
-                self.now = self.rest.next().unwrap_or_default();
+            if self.now.as_ref().is_none_or(|now| self.filled == now.bytes().len()) {
+                self.now = (self.next)(self.now.take());
+                self.filled = 0;
             }
-            let count = bytes.len().min(self.now.len());
-            let (head, tail) = std::mem::take(&mut self.now).split_at_mut(count);
-            head.copy_from_slice(&bytes[..count]);
-            (self.now, bytes) = (tail, &bytes[count..]);
+            let Some(now) = &mut self.now else { return };
+            let room = &mut now.bytes_mut()[self.filled..];
+            let (head, tail) = bytes.split_at(bytes.len().min(room.len()));
+            room[..head.len()].copy_from_slice(head);
+            self.digest.update(head);
+            self.filled += head.len();
+            bytes = tail;
         }
     }
 
-    fn fill(self) {
-        self.now.fill(0);
-        self.rest.for_each(|piece| piece.fill(0));
+    fn end(mut self) -> u64 {
+        if let Some(mut now) = self.now.take() {
+            now.bytes_mut()[self.filled..].fill(0);
+            (self.next)(Some(now));
+        }
+        self.digest.digest()
     }
 }
 
@@ -158,7 +174,7 @@ const MAGIC: [u8; 8] = *b"KVRECORD";
 const VERSION: u32 = 2;
 
 /// The length of the fields in front of the lists.
-const FIXED: usize = 176;
+const FIXED: usize = 184;
 
 /// The decoded header of a record on a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -178,6 +194,8 @@ pub(crate) struct Header {
     pub(crate) buffers: Vec<usize>,
     /// The digest of the payload.
     pub(crate) digest: u64,
+    /// The [digest](RecordId::digest) of the identity.
+    pub(crate) identity: u64,
     /// The cells of the record in order; the first one starts with this header.
     pub(crate) runs: Vec<CellRun>,
 }
@@ -212,6 +230,7 @@ impl Header {
         put(&self.digest.to_le_bytes());
         put(&(self.buffers.len() as u32).to_le_bytes());
         put(&(self.runs.len() as u32).to_le_bytes());
+        put(&self.identity.to_le_bytes());
         put(&self.note.nanoseconds().to_le_bytes());
         put(&self.note.text.map_or(0, NonZeroU64::get).to_le_bytes());
         put(&self.note.parent_bytes());
@@ -253,6 +272,7 @@ impl Header {
         let digest = word(take(8)?)?;
         let buffers = half(take(4)?)? as usize;
         let runs = half(take(4)?)? as usize;
+        let identity = word(take(8)?)?;
         let (cost, text) = (word(take(8)?)?, word(take(8)?)?);
         let note = RecordNote::of_file(BlockKey::from_bytes(take(32)?.try_into().ok()?), cost, text);
         let created = word(take(8)?)?;
@@ -262,7 +282,20 @@ impl Header {
         let buffers = (0..buffers).map(|_| Some(word(take(8)?)? as usize)).collect::<Option<Vec<_>>>()?;
         let run = |_| Some(CellRun { start: half(take(4)?)?, count: half(take(4)?)? });
         let runs = (0..runs).map(run).collect::<Option<Vec<_>>>()?;
-        Some(Self { sequence, key, scope, note, created, stored_start, tokens, label, buffers, digest, runs })
+        Some(Self {
+            sequence,
+            key,
+            scope,
+            note,
+            created,
+            stored_start,
+            tokens,
+            label,
+            buffers,
+            digest,
+            identity,
+            runs,
+        })
     }
 
     /// Returns the number of bytes that follow the header, or `None` if the lengths are absurd.
@@ -272,7 +305,7 @@ impl Header {
     }
 
     /// Reads the payload from pieces of memory. Returns the buffers if the digest matches and the payload has
-    /// the identity `id`.
+    /// the identity `id`. The caller guarantees that the pieces have at least as many bytes as the header says.
     pub(crate) fn read_payload<'a>(
         &self,
         id: &RecordId,
@@ -292,13 +325,8 @@ impl Header {
 
     /// Reads the payload from pieces of memory, if its digest matches.
     fn payload<'a>(&self, from: impl Iterator<Item = &'a [u8]>) -> Option<Payload> {
-        let mut digest = Xxh3::new();
-        let mut source = Gathered { rest: from, now: &[] };
-        let mut next = |len: usize| {
-            let bytes = source.take(len)?;
-            digest.update(&bytes);
-            Some(bytes)
-        };
+        let mut source = Gathered { rest: from, now: &[], digest: Xxh3::new() };
+        let mut next = |len: usize| source.take(len);
         let mut read = || {
             let label = next(self.label)?;
             let tokens = next(self.tokens.checked_mul(4)?)?;
@@ -306,7 +334,7 @@ impl Header {
             Some((label, tokens, buffers))
         };
         let (label, tokens, buffers) = read()?;
-        (digest.digest() == self.digest).then_some(Payload { label, tokens, buffers })
+        (source.digest.digest() == self.digest).then_some(Payload { label, tokens, buffers })
     }
 }
 
@@ -330,12 +358,12 @@ pub(crate) enum PayloadFault {
 struct Gathered<'a, I> {
     rest: I,
     now: &'a [u8],
+    digest: Xxh3,
 }
 
 impl<'a, I: Iterator<Item = &'a [u8]>> Gathered<'a, I> {
     fn take(&mut self, len: usize) -> Option<Vec<u8>> {
-        let mut out = Vec::new();
-        // The length comes from the disk, so memory is only reserved for bytes that exist.
+        let mut out = Vec::with_capacity(len);
         while out.len() < len {
             if self.now.is_empty() {
                 self.now = self.rest.next()?;
@@ -343,6 +371,7 @@ impl<'a, I: Iterator<Item = &'a [u8]>> Gathered<'a, I> {
             let count = (len - out.len()).min(self.now.len());
             let (head, tail) = self.now.split_at(count);
             out.extend_from_slice(head);
+            self.digest.update(head);
             self.now = tail;
         }
         Some(out)

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use common::{load, record, scope};
 use kvcore::KeyScope;
-use kvtier::{Error, Missed, RecordId, Slab, SlabConfig, Stored};
+use kvtier::{Error, Missed, Record, RecordId, Slab, SlabConfig, Stored};
 
+const PATIENCE: Duration = Duration::from_secs(20);
 const LIMIT: u64 = 8 << 20;
 
 fn config() -> SlabConfig {
@@ -36,7 +37,7 @@ fn records_survive_a_restart_bit_by_bit() {
     for record in &records {
         assert_eq!(slab.store(record.clone()), Stored::Queued);
     }
-    assert!(slab.flush(Duration::from_secs(20)));
+    assert!(slab.flush(PATIENCE));
     for restart in 0..3 {
         let slab = if restart == 0 { &slab } else { &{ open(folder.path()) } };
         for record in &records {
@@ -69,7 +70,7 @@ fn the_file_keeps_its_size_and_the_least_recently_used_leave_first() {
     assert!(size <= LIMIT && size == slab.usage().limit_bytes);
     for number in 0..300 {
         slab.store(record(number, 100_000));
-        assert!(slab.flush(Duration::from_secs(20)));
+        assert!(slab.flush(PATIENCE));
         // The first record is used again and again.
         assert!(load(&slab, &record(0, 100_000).id).is_ok(), "{number}");
         assert_eq!(fs::metadata(&path).unwrap().len(), size);
@@ -101,7 +102,7 @@ fn records_of_other_scopes_count_and_leave_first() {
     drop(slab);
     let slab = open(folder.path());
     store(&slab, 200..240);
-    assert!(slab.flush(Duration::from_secs(20)));
+    assert!(slab.flush(PATIENCE));
     let has = |numbers: std::ops::Range<u32>| {
         numbers.filter(|&n| slab.contains(&record(n, 100_000).id.key)).count()
     };
@@ -115,7 +116,7 @@ fn another_identity_is_a_miss_and_stays() {
     let slab = open(folder.path());
     let stored = record(1, 5000);
     slab.store(stored.clone());
-    assert!(slab.flush(Duration::from_secs(20)));
+    assert!(slab.flush(PATIENCE));
     let mut tokens = stored.id.tokens.to_vec();
     tokens[3] += 1;
     let others = [
@@ -131,6 +132,90 @@ fn another_identity_is_a_miss_and_stays() {
     assert_eq!(load(&slab, &stored.id).unwrap(), stored.buffers);
     let usage = slab.usage();
     assert_eq!((usage.hits, usage.misses, usage.differs, usage.damaged), (1, 5, 4, 0));
+}
+
+/// Records that have the key of another one, and differ from it in one part of the identity.
+fn others_with_the_key_of(stored: &Record) -> Vec<Record> {
+    let mut tokens = stored.id.tokens.to_vec();
+    tokens[3] += 1;
+    let ids = [
+        RecordId { label: "another model".into(), ..stored.id.clone() },
+        RecordId { label: "tesT".into(), ..stored.id.clone() },
+        RecordId { tokens: tokens.into(), ..stored.id.clone() },
+        RecordId { tokens: stored.id.tokens[1..].into(), ..stored.id.clone() },
+        RecordId { stored_start: -1, ..stored.id.clone() },
+    ];
+    ids.into_iter().zip(1u8..).map(|(id, byte)| Record::new(id, vec![vec![byte; 9000]])).collect()
+}
+
+#[test]
+fn a_newer_identity_replaces_an_older_one_with_the_same_key() {
+    let first = record(1, 5000);
+    for other in others_with_the_key_of(&first) {
+        let folder = tempfile::tempdir().unwrap();
+        let slab = open(folder.path());
+        slab.store(first.clone());
+        assert!(slab.flush(PATIENCE));
+        assert_eq!(slab.store(other.clone()), Stored::Queued, "{:?}", other.id);
+        assert!(slab.flush(PATIENCE));
+        assert_eq!(slab.store(other.clone()), Stored::Known);
+        let is_replaced = |slab: &Slab| {
+            assert_eq!(load(slab, &other.id).unwrap(), other.buffers);
+            assert!(matches!(load(slab, &first.id), Err(Missed::Differs)));
+            assert_eq!(slab.usage().records, 1);
+            slab.check_invariants().unwrap();
+        };
+        is_replaced(&slab);
+        drop(slab);
+        let slab = open(folder.path());
+        is_replaced(&slab);
+        // And back again, also after a restart.
+        assert_eq!(slab.store(first.clone()), Stored::Queued);
+        assert!(slab.flush(PATIENCE));
+        assert_eq!(load(&slab, &first.id).unwrap(), first.buffers);
+    }
+}
+
+#[test]
+fn the_newest_of_the_identities_that_wait_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let slab = open(folder.path());
+    let first = record(1, 200_000);
+    let others = others_with_the_key_of(&first);
+    for _ in 0..20 {
+        slab.store(first.clone());
+        for other in &others {
+            slab.store(other.clone());
+            slab.store(other.clone());
+        }
+    }
+    assert!(slab.flush(PATIENCE));
+    let newest = others.last().unwrap();
+    assert_eq!(load(&slab, &newest.id).unwrap(), newest.buffers);
+    assert_eq!((slab.usage().records, slab.usage().write_errors), (1, 0));
+    slab.check_invariants().unwrap();
+}
+
+/// The engine asks whether a key is there before it copies a piece out of the cache.
+#[test]
+fn a_key_that_was_asked_for_with_another_identity_can_be_stored_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let slab = open(folder.path());
+    let first = record(1, 5000);
+    slab.store(first.clone());
+    assert!(slab.flush(PATIENCE) && slab.contains(&first.id.key));
+    for other in others_with_the_key_of(&first) {
+        assert!(matches!(load(&slab, &other.id), Err(Missed::Differs)));
+        assert!(!slab.contains(&first.id.key), "{:?}", other.id);
+        // The owner of the record that is there confirms it.
+        assert_eq!(slab.store(first.clone()), Stored::Known);
+        assert!(slab.contains(&first.id.key));
+    }
+    let other = &others_with_the_key_of(&first)[0];
+    assert!(load(&slab, &other.id).is_err());
+    assert_eq!(slab.store(other.clone()), Stored::Queued);
+    assert!(slab.flush(PATIENCE) && slab.contains(&first.id.key));
+    assert_eq!(load(&slab, &other.id).unwrap(), other.buffers);
 }
 
 #[test]
@@ -169,7 +254,7 @@ fn a_changed_byte_anywhere_is_a_miss_or_changes_nothing() {
         let slab = open(folder.path());
         assert!(records.iter().all(|record| load(&slab, &record.id).is_err()), "{cut} bytes");
         slab.store(records[0].clone());
-        assert!(slab.flush(Duration::from_secs(20)) && load(&slab, &records[0].id).is_ok());
+        assert!(slab.flush(PATIENCE) && load(&slab, &records[0].id).is_ok());
     }
 }
 

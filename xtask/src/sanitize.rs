@@ -23,7 +23,7 @@ pub(crate) struct SanitizeArgs {
 
 /// The crates whose `unsafe` code touches memory, the conformance suite that runs them, and the chunk cache,
 /// whose threads put reserved memory to sleep.
-const ALL: &str = "-p kvbackend-cpu -p kvconform -p kvchunk --tests";
+const ALL: &str = "-p kvbackend-cpu -p kvconform -p kvchunk -p kvtier --tests";
 
 /// The tests that run without `--all`: unit tests, tests of memory, every kernel in every instruction set on
 /// one thread and on several, and the conformance suite.

@@ -8,50 +8,27 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use bytemuck::{Pod, Zeroable};
 use parking_lot::{Condvar, Mutex};
 
 mod file;
+mod pages;
 mod place;
 mod reader;
+mod threads;
+#[cfg(target_os = "linux")]
+#[allow(unsafe_code, reason = "the kernel reads and writes memory through pointers")]
+mod uring;
+mod way;
+mod window;
 
 pub use file::FileIo;
+pub use pages::{PAGE, Pages};
 pub(crate) use reader::ReadOnly;
+pub use way::{IoChoice, IoWay};
+pub(crate) use window::Window;
 
-/// The number of bytes per page. Offsets, lengths and addresses of direct I/O are multiples of it.
-pub const PAGE: usize = 4096;
-
-/// One page, aligned for direct I/O.
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C, align(4096))]
-struct Page([u8; PAGE]);
-
-/// Aligned memory of whole pages.
-#[derive(Clone)]
-pub struct Pages(Vec<Page>);
-
-impl Pages {
-    /// Allocates `count` pages of zeros.
-    pub fn new(count: usize) -> Self {
-        Self(vec![Page::zeroed(); count])
-    }
-
-    /// Returns the bytes.
-    pub fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.0)
-    }
-
-    /// Returns the bytes, to be filled.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        bytemuck::cast_slice_mut(&mut self.0)
-    }
-}
-
-impl fmt::Debug for Pages {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} pages", self.0.len())
-    }
-}
+/// The number of requests that a file has under way at once. Others wait for their turn.
+pub const DEPTH: usize = 16;
 
 /// The direction of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,6 +69,16 @@ pub trait DiskIo: fmt::Debug + Send + Sync {
     /// Starts requests and returns without waiting for them. Requests of one call may run in any order.
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd);
 
+    /// Returns memory for a request, with undefined contents. Requests with this memory can be faster.
+    fn pages(&self, count: usize) -> Pages {
+        Pages::new(count)
+    }
+
+    /// Returns the way of I/O, or `None` if it is none of [`IoWay`].
+    fn choice(&self) -> Option<&IoChoice> {
+        None
+    }
+
     /// Returns the size of the file in bytes.
     ///
     /// # Errors
@@ -109,6 +96,12 @@ pub trait DiskIo: fmt::Debug + Send + Sync {
     /// # Errors
     /// Returns the system's error.
     fn sync(&self) -> io::Result<()>;
+}
+
+/// The part of [`FileIo`] that differs between the ways of I/O.
+trait Transport: fmt::Debug + Send + Sync {
+    /// Starts requests, as [`DiskIo::start`] does.
+    fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd);
 }
 
 /// The reason why [`run`] returned no memory.

@@ -182,8 +182,10 @@ impl LoadState {
         let shared = &*this.shared;
         let header = (shared.geometry.cell_offset(place.runs[0].start), 1);
         let spans = std::iter::once(header).chain(spans(shared.geometry, &place.runs, place.payload));
-        let request =
-            |(offset, count)| IoRequest { direction: Direction::Read, offset, pages: Pages::new(count) };
+        let request = |(offset, count)| {
+            let pages = shared.io.pages(count);
+            IoRequest { direction: Direction::Read, offset, pages }
+        };
         let requests: Vec<_> = spans.map(request).collect();
         let pages = (0..requests.len()).map(|_| None).collect();
         let reads = Mutex::new(Reads { pages, left: requests.len(), failed: None });
@@ -250,8 +252,10 @@ impl Shared {
         if let Some(entry) = state.get_mut(&id.key).filter(|entry| entry.sequence == place.sequence) {
             entry.readers -= 1;
         }
-        if let Err(Missed::Damaged | Missed::Failed(_)) = loaded {
-            state.quarantine(&id.key, place.sequence);
+        match loaded {
+            Err(Missed::Damaged | Missed::Failed(_)) => state.quarantine(&id.key, place.sequence),
+            Err(Missed::Differs) => state.doubt(&id.key, place.sequence),
+            Ok(_) | Err(_) => {}
         }
     }
 }

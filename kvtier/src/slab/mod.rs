@@ -1,7 +1,7 @@
 //! A file of fixed size in which records survive the process.
 //!
 //! ```text
-//!   store ──► queue ──► one thread: cells ─ payloads ─ headers ─ sync ──► found
+//!   store ──► queue ──► two threads: cells ─ payloads ─ headers ─ sync ──► found
 //!   load  ──► cells ─ read, many requests at once ─ compare key, tokens, digest ──► buffers
 //! ```
 //!
@@ -14,7 +14,8 @@
 //!   and asked later whether it has ended.
 //! - **A parent stays at least as long as its children**, so that what is left of a chain can be found.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::hash_map::Entry;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::fs;
 use std::path::Path;
@@ -23,7 +24,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvcore::BlockKey;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock};
 
 mod cells;
 mod geometry;
@@ -47,7 +48,7 @@ use usage::Counts;
 pub use usage::SlabUsage;
 
 use crate::error::{Error, Result};
-use crate::io::{DiskIo, FileIo};
+use crate::io::{DiskIo, FileIo, IoChoice, IoWay};
 use crate::record::{Header, Record};
 
 /// The settings of a slab.
@@ -59,12 +60,15 @@ pub struct SlabConfig {
     pub cell_bytes: usize,
     /// The number of bytes that may wait to be written. Further records are dropped.
     pub queue_bytes: usize,
+    /// The way of I/O, or `None` for the best one that works here.
+    pub io: Option<IoWay>,
 }
 
 impl Default for SlabConfig {
-    /// Returns the default settings: 10 GiB, cells of 64 KiB, and a queue of 256 MiB.
+    /// Returns the default settings: 10 GiB, cells of 64 KiB, and a queue of 256 MiB, and
+    /// the best way of I/O.
     fn default() -> Self {
-        Self { limit: 10 << 30, cell_bytes: 64 << 10, queue_bytes: 256 << 20 }
+        Self { limit: 10 << 30, cell_bytes: 64 << 10, queue_bytes: 256 << 20, io: None }
     }
 }
 
@@ -73,7 +77,7 @@ impl Default for SlabConfig {
 pub enum Stored {
     /// The record will be written.
     Queued,
-    /// A record with this key is stored already, or waits to be written.
+    /// This record is stored already, or waits to be written.
     Known,
     /// The record was dropped, because the queue is full, the record is larger than the slab allows, or its
     /// parent is not here.
@@ -86,18 +90,20 @@ pub enum Stored {
 /// Writes the records that are waiting, and a last checkpoint.
 pub struct Slab {
     shared: Arc<Shared>,
-    writer: Option<JoinHandle<()>>,
+    writers: Vec<JoinHandle<()>>,
     /// Locks the folder for this process.
     _lock: Option<fs::File>,
 }
 
-/// The state that the slab shares with its writing thread.
+/// The state that the slab shares with the threads that write.
 struct Shared {
     io: Box<dyn DiskIo>,
     geometry: Geometry,
     config: SlabConfig,
     scope: BlockKey,
     state: Mutex<SlabState>,
+    /// Held for reading by a thread that has a batch, and for writing during a checkpoint.
+    writing: RwLock<()>,
     queue: Mutex<Queue>,
     queue_changed: Condvar,
     counts: Mutex<Counts>,
@@ -107,15 +113,29 @@ struct Shared {
 /// Records that wait to be written.
 #[derive(Default)]
 struct Queue {
-    records: VecDeque<Record>,
-    /// The keys of the records that wait or are being written.
-    keys: HashSet<BlockKey>,
+    /// Each record with its place among all records that were stored.
+    records: VecDeque<(u64, Record)>,
+    /// The number of records that were stored.
+    stored: u64,
+    /// The records that wait or are being written, by their keys.
+    waiting: HashMap<BlockKey, Waiting>,
     bytes: usize,
     closed: bool,
 }
 
-/// The number of records that are synced together.
-const BATCH: usize = 16;
+/// The records with one key that wait or are being written.
+#[derive(Default)]
+struct Waiting {
+    /// The digest of the newest one's identity.
+    identity: u64,
+    records: usize,
+}
+
+/// The largest number of records, and of bytes after the first one, that are synced together.
+const BATCH: (usize, usize) = (64, 32 << 20);
+
+/// The number of threads that write.
+const WRITERS: usize = 2;
 
 impl Slab {
     /// The name of the file in the slab's folder.
@@ -131,7 +151,8 @@ impl Slab {
     /// - Returns [`Error::NotAFolder`] if the path is a file.
     /// - Returns [`Error::InUse`] if another process has opened the folder.
     /// - Returns [`Error::LimitTooSmall`] if the limit is too small for a few records.
-    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder.
+    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder, or if
+    ///   [`SlabConfig::io`] is a way of I/O that cannot be used here.
     pub fn open(folder: &Path, scope: BlockKey, config: SlabConfig) -> Result<Self> {
         if folder.exists() && !folder.is_dir() {
             return Err(Error::NotAFolder { path: folder.to_owned() });
@@ -139,7 +160,7 @@ impl Slab {
         fs::create_dir_all(folder).map_err(Error::at("cannot create the folder", folder))?;
         let lock = lock(folder)?;
         let path = folder.join(Self::FILE);
-        let io = FileIo::open(&path).map_err(Error::at("cannot open", &path))?;
+        let io = FileIo::open(&path, config.io).map_err(Error::at("cannot open", &path))?;
         Self::over(Box::new(io), &path, scope, config, Some(lock))
     }
 
@@ -178,42 +199,55 @@ impl Slab {
             config,
             scope,
             state: Mutex::new(state),
+            writing: RwLock::new(()),
             queue: Mutex::default(),
             queue_changed: Condvar::new(),
             counts: Mutex::default(),
             rates: Mutex::default(),
         });
-        let writing = Arc::clone(&shared);
-        let writer = std::thread::Builder::new()
-            .name("kvtier-writer".to_owned())
-            .spawn(move || writing.write_batches())
-            .map_err(Error::at("cannot start the thread that writes", path))?;
-        Ok(Self { shared, writer: Some(writer), _lock: lock })
+        let mut this = Self { shared, writers: Vec::new(), _lock: lock };
+        for _ in 0..WRITERS {
+            let shared = Arc::clone(&this.shared);
+            let writer = std::thread::Builder::new().name("kvtier-writer".to_owned());
+            let writer = writer.spawn(move || shared.write_batches());
+            this.writers.push(writer.map_err(Error::at("cannot start a thread that writes", path))?);
+        }
+        Ok(this)
     }
 
-    /// Queues a record to be written, without waiting for the disk.
+    /// Queues a record to be written, without waiting for the disk. It replaces a record with the same key and
+    /// another identity.
     pub fn store(&self, record: Record) -> Stored {
         let shared = &*self.shared;
-        let (key, bytes) = (record.id.key, record.payload_len());
-        if shared.state.lock().contains(&key) {
+        let (key, bytes, identity) = (record.id.key, record.payload_len(), record.id.digest());
+        // What waits is newer than what is stored.
+        let waiting = shared.queue.lock().waiting.get(&key).map(|waiting| waiting.identity);
+        let is_known = match waiting {
+            Some(waiting) => waiting == identity,
+            None => shared.state.lock().confirms(&key, identity),
+        };
+        if is_known {
             return Stored::Known;
         }
         let has_parent = shared.state.lock().has_parent(&record.note);
         let fits = shared.geometry.cells_for(bytes) <= shared.geometry.cells / 2
             && record.buffers.len() <= Header::MOST_LISTED / 2;
         let mut queue = shared.queue.lock();
-        if queue.keys.contains(&key) {
-            return Stored::Known;
-        }
-        let has_parent = has_parent || record.note.parent.is_some_and(|parent| queue.keys.contains(&parent));
+        let has_parent = has_parent || record.note.parent.is_some_and(|key| queue.waiting.contains_key(&key));
         if !fits || !has_parent || queue.closed || queue.bytes + bytes > shared.config.queue_bytes {
             drop(queue);
             shared.count(|counts| counts.stores_dropped += 1);
             return Stored::Dropped;
         }
-        queue.keys.insert(key);
+        let waiting = queue.waiting.entry(key).or_default();
+        if waiting.records > 0 && waiting.identity == identity {
+            return Stored::Known;
+        }
+        *waiting = Waiting { identity, records: waiting.records + 1 };
         queue.bytes += bytes;
-        queue.records.push_back(record);
+        queue.stored += 1;
+        let place = queue.stored;
+        queue.records.push_back((place, record));
         drop(queue);
         shared.queue_changed.notify_all();
         Stored::Queued
@@ -224,17 +258,23 @@ impl Slab {
     pub fn flush(&self, limit: Duration) -> bool {
         let deadline = Instant::now() + limit;
         let mut queue = self.shared.queue.lock();
-        while !queue.keys.is_empty() {
+        while !queue.waiting.is_empty() {
             if self.shared.queue_changed.wait_until(&mut queue, deadline).timed_out() {
-                return queue.keys.is_empty();
+                return queue.waiting.is_empty();
             }
         }
         true
     }
 
-    /// Returns whether a record with this key can be loaded.
+    /// Returns whether a record with this key can be loaded. Returns false if a load has asked for another
+    /// identity under this key, so that the record is stored again.
     pub fn contains(&self, key: &BlockKey) -> bool {
         self.shared.state.lock().contains(key)
+    }
+
+    /// Returns the way of I/O and why better ones are not used, or `None` if the file is none of [`FileIo`].
+    pub fn io_choice(&self) -> Option<&IoChoice> {
+        self.shared.io.choice()
     }
 
     /// Returns the time in which the disk is expected to read `bytes`, by moving averages of the loads so far.
@@ -257,7 +297,7 @@ impl Slab {
 
 impl Shared {
     /// Waits for records, and returns a few of them. Returns `None` if the queue is closed and empty.
-    fn next_batch(&self) -> Option<Vec<Record>> {
+    fn next_batch(&self) -> Option<Vec<(u64, Record)>> {
         let mut queue = self.queue.lock();
         while queue.records.is_empty() {
             if queue.closed {
@@ -265,15 +305,31 @@ impl Shared {
             }
             self.queue_changed.wait(&mut queue);
         }
-        let count = queue.records.len().min(BATCH);
+        let (most, most_bytes) = BATCH;
+        let mut bytes = 0;
+        let fits = |(_, record): &&(u64, Record)| {
+            bytes += record.payload_len();
+            bytes <= most_bytes
+        };
+        let count = queue.records.iter().take(most).take_while(fits).count().max(1);
         Some(queue.records.drain(..count).collect())
+    }
+
+    /// Returns whether a record with this key waits to be written.
+    fn waits(&self, key: Option<BlockKey>) -> bool {
+        key.is_some_and(|key| self.queue.lock().waiting.contains_key(&key))
     }
 
     /// Forgets records that have been written or dropped.
     fn end_batch(&self, keys: &[BlockKey], bytes: usize) {
         let mut queue = self.queue.lock();
         for key in keys {
-            queue.keys.remove(key);
+            if let Entry::Occupied(mut waiting) = queue.waiting.entry(*key) {
+                waiting.get_mut().records -= 1;
+                if waiting.get().records == 0 {
+                    waiting.remove();
+                }
+            }
         }
         queue.bytes -= bytes;
         drop(queue);
@@ -301,10 +357,11 @@ impl Drop for Slab {
     fn drop(&mut self) {
         self.shared.queue.lock().closed = true;
         self.shared.queue_changed.notify_all();
-        if let Some(writer) = self.writer.take() {
+        for writer in self.writers.drain(..) {
             // If the thread panicked, the checkpoint before is still valid.
             let _ = writer.join();
         }
+        self.shared.close();
     }
 }
 

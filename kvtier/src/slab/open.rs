@@ -77,8 +77,8 @@ pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry) -> io::Result<SlabSta
     found.sort_by_key(|header| header.sequence);
     for header in found {
         if let Some(payload) = header.payload_len() {
-            let Header { key, scope, sequence, note, created, runs, .. } = header;
-            state.adopt(Listed { key, scope, sequence, payload, note, created, runs });
+            let Header { key, scope, sequence, note, created, identity, runs, .. } = header;
+            state.adopt(Listed { key, scope, sequence, payload, note, created, identity, runs });
         }
     }
     state.remove_orphans();

@@ -97,7 +97,7 @@ mod tests {
         rates.end(2 << 20);
         assert_eq!(rates.expected(1), None, "another load is under way");
         rates.end(2 << 20);
-        assert!(rates.byte.is_some_and(|byte| byte * (4 << 20) as f64 > 0.0) && rates.latency.is_none());
+        assert!(rates.byte.is_some_and(|byte| byte * f64::from(4 << 20) > 0.0) && rates.latency.is_none());
         rates.begin();
         rates.end(0);
         assert!(rates.latency.is_none(), "a load that failed measures nothing");

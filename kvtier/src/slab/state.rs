@@ -22,12 +22,18 @@ const MOST_OPENED: u32 = 4096;
 pub(super) struct Entry {
     pub(super) scope: BlockKey,
     pub(super) sequence: u64,
+    /// The record's place among all records that were stored since the slab was opened, or 0.
+    place: u64,
     pub(super) payload: usize,
     pub(super) note: RecordNote,
     pub(super) created: u64,
+    /// The digest of the record's identity.
+    identity: u64,
     pub(super) runs: Vec<CellRun>,
     /// The number of loads under way. A record that is being read is not evicted.
     pub(super) readers: u32,
+    /// True if a load has asked for another identity since the record was stored.
+    doubted: bool,
 }
 
 /// The records and the cells.
@@ -102,16 +108,23 @@ impl SlabState {
             return;
         }
         self.sequence = self.sequence.max(sequence);
-        self.insert(listed);
+        self.insert(listed, 0);
     }
 
-    /// Adds a record whose cells have been taken. A record with the same key is removed.
-    pub(super) fn insert(&mut self, listed: Listed) {
-        let Listed { key, scope, sequence, payload, note, created, runs } = listed;
+    /// Adds a record whose cells have been taken. `place` is its place among all records that were stored. An older
+    /// record with the same key is replaced; if there is a newer one, the cells are free again.
+    pub(super) fn insert(&mut self, listed: Listed, place: u64) {
+        let Listed { key, scope, sequence, payload, note, created, identity, runs } = listed;
+        if self.records.get(&key).is_some_and(|known| known.place > place) {
+            return self.give_back(runs);
+        }
         self.remove(&key);
         self.order.insert(key, note.parent);
         self.known.insert(note.text, key);
-        self.records.insert(key, Entry { scope, sequence, payload, note, created, runs, readers: 0 });
+        let (readers, doubted) = (0, false);
+        let entry =
+            Entry { scope, sequence, place, payload, note, created, identity, runs, readers, doubted };
+        self.records.insert(key, entry);
     }
 
     /// Removes records whose parents are not here, because nobody can find them.
@@ -156,8 +169,25 @@ impl SlabState {
         self.records.get_mut(key)
     }
 
+    /// Returns whether a record has this key, and nobody has asked for another identity under it.
     pub(super) fn contains(&self, key: &BlockKey) -> bool {
-        self.records.contains_key(key)
+        self.records.get(key).is_some_and(|entry| !entry.doubted)
+    }
+
+    /// Returns whether the record with this key has this identity. If so, it is no longer in doubt.
+    pub(super) fn confirms(&mut self, key: &BlockKey, identity: u64) -> bool {
+        let entry = self.records.get_mut(key).filter(|entry| entry.identity == identity);
+        entry.is_some_and(|entry| {
+            entry.doubted = false;
+            true
+        })
+    }
+
+    /// Notes that a load has asked for another identity than a record's.
+    pub(super) fn doubt(&mut self, key: &BlockKey, sequence: u64) {
+        if let Some(entry) = self.records.get_mut(key).filter(|entry| entry.sequence == sequence) {
+            entry.doubted = true;
+        }
     }
 
     /// Removes a record. Its cells are free after the next checkpoint.
@@ -215,8 +245,9 @@ impl SlabState {
     /// Returns all records, the least recently used first.
     pub(super) fn listed(&self) -> impl Iterator<Item = Listed> {
         self.order.keys().filter_map(|key| {
-            let Entry { scope, sequence, payload, note, created, ref runs, .. } = *self.records.get(key)?;
-            Some(Listed { key: *key, scope, sequence, payload, note, created, runs: runs.clone() })
+            let Entry { scope, sequence, payload, note, created, identity, ref runs, .. } =
+                *self.records.get(key)?;
+            Some(Listed { key: *key, scope, sequence, payload, note, created, identity, runs: runs.clone() })
         })
     }
 

@@ -21,6 +21,8 @@ pub(super) struct Listed {
     pub(super) note: RecordNote,
     /// The time of the write, in seconds since 1970.
     pub(super) created: u64,
+    /// The digest of the record's identity.
+    pub(super) identity: u64,
     pub(super) runs: Vec<CellRun>,
 }
 
@@ -58,7 +60,7 @@ impl Table {
         }
         runs(&mut body, &self.open);
         word(&mut body, self.records.len() as u64);
-        for Listed { key, scope, sequence, payload, note, created, runs: places } in &self.records {
+        for Listed { key, scope, sequence, payload, note, created, identity, runs: places } in &self.records {
             body.extend_from_slice(key.as_bytes());
             let scope = scopes.binary_search(scope).unwrap_or_default();
             body.extend_from_slice(&(scope as u32).to_le_bytes());
@@ -68,6 +70,7 @@ impl Table {
             word(&mut body, note.nanoseconds());
             word(&mut body, note.text.map_or(0, NonZeroU64::get));
             word(&mut body, *created);
+            word(&mut body, *identity);
             runs(&mut body, places);
         }
         let mut pages = Pages::new(1 + body.len().div_ceil(PAGE));
@@ -114,8 +117,8 @@ impl Table {
             let scope = *scopes.get(body.half()? as usize)?;
             let (sequence, payload) = (body.word()?, body.word()? as usize);
             let note = RecordNote::of_file(body.key()?, body.word()?, body.word()?);
-            let created = body.word()?;
-            Some(Listed { key, scope, sequence, payload, note, created, runs: body.runs()? })
+            let (created, identity) = (body.word()?, body.word()?);
+            Some(Listed { key, scope, sequence, payload, note, created, identity, runs: body.runs()? })
         };
         let records = (0..records).map(|_| listed()).collect::<Option<Vec<_>>>()?;
         Some(Self { generation, sequence, open, records })
@@ -165,11 +168,12 @@ mod tests {
             sequence: u64::from(byte) << 33,
             payload: 1000 + usize::from(byte),
             note: RecordNote {
-                parent: (byte % 3 > 0).then(|| key(byte)),
+                parent: (!byte.is_multiple_of(3)).then(|| key(byte)),
                 cost: Duration::from_micros(u64::from(byte)),
                 text: NonZeroU64::new(u64::from(byte % 4)),
             },
             created: u64::from(byte) << 22,
+            identity: u64::from(byte) << 40,
             runs: (0..u32::from(byte) % 3).map(|start| CellRun { start: 7 * start, count: 3 }).collect(),
         };
         let open = vec![CellRun { start: 100, count: 50 }, CellRun { start: 200, count: 1 }];

@@ -1,30 +1,35 @@
-//! The thread that writes records.
+//! The threads that write records.
 //!
 //! Records are written in batches: first all payloads, then all headers, then one sync. Only then are they
-//! found. If no cells are open, the thread evicts records and writes a checkpoint first.
+//! found. If no cells are open, a thread evicts records and writes a checkpoint first. No other thread has a
+//! batch at that time.
 
 use std::io;
-use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvcore::BlockKey;
+use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
 
 use super::geometry::Geometry;
 use super::open::write;
 use super::table::Listed;
 use super::{Shared, SlabState};
-use crate::io::{Direction, IoRequest, PAGE, Pages, run};
-use crate::record::{CellRun, Header, Record, RecordId};
+use crate::io::{Direction, IoRequest, PAGE, Pages, Window, run};
+use crate::record::{CellRun, Header, Record};
 
 /// The largest request in bytes.
 pub(super) const REQUEST: usize = 256 << 10;
 
 /// A record with its place.
 struct Placed {
+    /// The record's place among all records that were stored.
+    place: u64,
     record: Record,
     runs: Vec<CellRun>,
     sequence: u64,
     created: u64,
+    /// The digest of the record's identity.
+    identity: u64,
     digest: u64,
 }
 
@@ -54,47 +59,61 @@ fn seconds() -> u64 {
 }
 
 impl Shared {
-    /// Writes batches until the slab is closed and nothing is left to write.
-    pub(super) fn write_batches(self: Arc<Self>) {
+    /// Writes batches until the slab is closed and nothing is left to write. Several threads do so at once: one
+    /// copies while another one waits for the disk.
+    pub(super) fn write_batches(&self) {
         while let Some(batch) = self.next_batch() {
-            let keys: Vec<BlockKey> = batch.iter().map(|record| record.id.key).collect();
-            let bytes = batch.iter().map(Record::payload_len).sum();
+            let keys: Vec<BlockKey> = batch.iter().map(|(_, record)| record.id.key).collect();
+            let bytes = batch.iter().map(|(_, record)| record.payload_len()).sum();
             let mut placed = Vec::new();
-            for record in batch {
-                let runs = self.state.lock().take(record.payload_len());
-                let runs = runs.or_else(|| {
+            let mut writing = self.writing.read();
+            for (place, record) in batch {
+                let payload = record.payload_len();
+                let mut runs = self.state.lock().take(payload);
+                if runs.is_none() {
                     // A checkpoint lists written records, and forgets the cells of others.
                     self.write_batch(std::mem::take(&mut placed));
-                    self.open_cells(record.payload_len())
-                });
+                    drop(writing);
+                    (runs, writing) = self.open_cells(payload);
+                }
                 if let Some(runs) = runs {
                     let mut state = self.state.lock();
                     state.sequence += 1;
-                    let (sequence, created) = (state.sequence, seconds());
-                    placed.push(Placed { record, runs, sequence, created, digest: 0 });
+                    let (sequence, created, identity) = (state.sequence, seconds(), record.id.digest());
+                    placed.push(Placed { place, record, runs, sequence, created, identity, digest: 0 });
                 }
             }
             self.write_batch(placed);
+            drop(writing);
             self.end_batch(&keys, bytes);
-        }
-        if self.checkpoint(0).is_err() {
-            self.count(|counts| counts.write_errors += 1);
         }
     }
 
-    /// Takes cells for a payload after a checkpoint has opened some. Returns `None` if there is no room, or if
+    /// Takes cells for a payload after a checkpoint has opened some. Returns no cells if there is no room, or if
     /// the disk refuses the checkpoint.
-    fn open_cells(&self, payload: usize) -> Option<Vec<CellRun>> {
-        let room = self.state.lock().make_room(payload);
-        if room && self.checkpoint(payload).is_err() {
-            self.count(|counts| counts.write_errors += 1);
-            return None;
-        }
-        let runs = if room { self.state.lock().take(payload) } else { None };
+    fn open_cells(&self, payload: usize) -> (Option<Vec<CellRun>>, RwLockReadGuard<'_, ()>) {
+        // Waits for the batches of other threads, so that the checkpoint lists them.
+        let alone = self.writing.write();
+        let mut runs = self.state.lock().take(payload);
         if runs.is_none() {
-            self.count(|counts| counts.stores_dropped += 1);
+            let room = self.state.lock().make_room(payload);
+            if room && self.checkpoint(payload).is_err() {
+                self.count(|counts| counts.write_errors += 1);
+            } else {
+                runs = if room { self.state.lock().take(payload) } else { None };
+                if runs.is_none() {
+                    self.count(|counts| counts.stores_dropped += 1);
+                }
+            }
         }
-        runs
+        (runs, RwLockWriteGuard::downgrade(alone))
+    }
+
+    /// Writes the last checkpoint, after the threads that write have ended.
+    pub(super) fn close(&self) {
+        if self.checkpoint(0).is_err() {
+            self.count(|counts| counts.write_errors += 1);
+        }
     }
 
     /// Writes the payloads, then the headers, and syncs. If that succeeds, the records are found.
@@ -105,14 +124,16 @@ impl Shared {
         let written = self.write_payloads(&mut batch).and_then(|()| self.write_headers(&batch));
         let written = written.and_then(|()| self.io.sync());
         let (mut state, mut orphans) = (self.state.lock(), 0);
-        for Placed { record, runs, sequence, created, .. } in batch {
+        for Placed { place, record, runs, sequence, created, identity, .. } in &mut batch {
+            let (runs, payload, note) = (std::mem::take(runs), record.payload_len(), record.note);
             // The parent may have left while this record was written.
-            let is_orphan = !state.has_parent(&record.note);
+            let is_orphan = !state.has_parent(&note) && !self.waits(note.parent);
             orphans += u64::from(is_orphan);
             if written.is_ok() && !is_orphan {
-                let payload = record.payload_len();
-                let Record { id: RecordId { key, .. }, note, .. } = record;
-                state.insert(Listed { key, scope: self.scope, sequence, payload, note, created, runs });
+                let (key, scope) = (record.id.key, self.scope);
+                let (sequence, created, identity) = (*sequence, *created, *identity);
+                let listed = Listed { key, scope, sequence, payload, note, created, identity, runs };
+                state.insert(listed, *place);
             } else {
                 state.give_back(runs);
             }
@@ -125,20 +146,25 @@ impl Shared {
     }
 
     fn write_payloads(&self, batch: &mut [Placed]) -> io::Result<()> {
-        let mut requests = Vec::new();
+        let window = Window::new(self.io.as_ref());
         for Placed { record, runs, digest, .. } in batch {
-            let spans = spans(self.geometry, runs, record.payload_len());
-            let mut pages: Vec<Pages> = spans.iter().map(|&(_, count)| Pages::new(count)).collect();
-            *digest = record.write_payload(pages.iter_mut().map(Pages::bytes_mut));
-            let request = |((offset, _), pages)| IoRequest { direction: Direction::Write, offset, pages };
-            requests.extend(spans.into_iter().zip(pages).map(request));
+            let mut spans = spans(self.geometry, runs, record.payload_len()).into_iter();
+            let mut offset = 0;
+            *digest = record.write_payload(|full| {
+                if let Some(full) = full {
+                    window.write(offset, full);
+                }
+                let (next, count) = spans.next()?;
+                offset = next;
+                Some(window.pages(count))
+            });
         }
-        self.run(requests)
+        window.finish()
     }
 
     fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
         let request = |placed: &Placed| {
-            let Placed { record, runs, sequence, created, digest } = placed;
+            let Placed { record, runs, sequence, created, identity, digest, .. } = placed;
             let mut page = Pages::new(1);
             let header = Header {
                 sequence: *sequence,
@@ -151,6 +177,7 @@ impl Shared {
                 label: record.id.label.len(),
                 buffers: record.buffers.iter().map(Vec::len).collect(),
                 digest: *digest,
+                identity: *identity,
                 runs: runs.clone(),
             };
             header.write(page.bytes_mut());
@@ -167,7 +194,7 @@ impl Shared {
         })
     }
 
-    /// Writes a checkpoint that opens cells for a payload. Only this thread writes checkpoints.
+    /// Writes a checkpoint that opens cells for a payload. The caller guarantees that no batch is being written.
     fn checkpoint(&self, payload: usize) -> io::Result<()> {
         let table = self.state.lock().checkpoint(payload);
         write(self.io.as_ref(), self.geometry.table_offset(table.generation), table.pages())?;

@@ -1,10 +1,13 @@
-//! Records whose contents follow from their number, shared by the tests.
+//! Records whose contents follow from their number, and the ways of I/O, shared by the tests.
+#![allow(dead_code, reason = "not every test uses everything")]
+
+pub(crate) mod disk;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvcore::{BlockKey, KeyScope};
-use kvtier::{Missed, Record, RecordId, Slab};
+use kvtier::{FileIo, IoWay, Missed, Record, RecordId, Slab};
 
 /// The scope of most tests.
 pub(crate) fn scope() -> BlockKey {
@@ -28,4 +31,18 @@ pub(crate) fn record(number: u32, bytes: usize) -> Record {
 /// Loads a record within a few seconds.
 pub(crate) fn load(slab: &Slab, id: &RecordId) -> Result<Vec<Vec<u8>>, Missed> {
     slab.load(id, Instant::now() + Duration::from_secs(20))
+}
+
+/// Returns the ways of I/O that work here. Reports the others as skipped.
+pub(crate) fn ways() -> Vec<IoWay> {
+    let folder = tempfile::tempdir().unwrap();
+    let works = |way: &IoWay| match FileIo::open(&folder.path().join("file"), Some(*way)) {
+        Ok(_) => true,
+        Err(reason) => {
+            // No program that could be installed would change it, so this never counts as a failure.
+            println!("SKIPPED {way}: {reason}");
+            false
+        }
+    };
+    IoWay::ALL.into_iter().filter(works).collect()
 }

@@ -163,9 +163,15 @@ pub(crate) const SLICES: &[Slice] = &[
         needs: python::NEEDS_VLLM,
     },
     Slice {
+        name: "kills",
+        covers: "200 processes that are killed while they write to a disk, in each way of I/O",
+        command: "KVTIER_TEST_KILLS=200 cargo test --release --workspace --all-features --test killed",
+        needs: &[],
+    },
+    Slice {
         name: "benches-cpu",
         covers: "every benchmark of the CPU in small sizes, and the ratios that are required",
-        command: "cargo xtask bench --quick && cargo xtask bench --quick --backend products",
+        command: "cargo xtask bench --quick && cargo xtask bench --quick --backend products && cargo xtask bench --quick --backend disk",
         needs: &[],
     },
     Slice {

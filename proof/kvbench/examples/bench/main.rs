@@ -19,6 +19,8 @@ enum BenchBackend {
     Cpu,
     /// Products with a model's matrices, on the CPU
     Products,
+    /// Records on a disk, in each way of I/O that works here
+    Disk,
     /// CUDA kernels on the first card, or on the test double if there is no driver; its times say nothing
     /// about a card
     Cuda,
@@ -32,6 +34,7 @@ impl BenchBackend {
         match self {
             Self::Cpu => "cargo xtask bench --write",
             Self::Products => "cargo xtask bench --backend products --write",
+            Self::Disk => "cargo xtask bench --backend disk --write",
             Self::Cuda => "cargo xtask bench --backend cuda --write",
             Self::Wgpu => "cargo xtask bench --backend wgpu --write",
         }
@@ -67,6 +70,7 @@ fn bench(args: &BenchCli) -> Result {
     let rows = match args.backend {
         BenchBackend::Cpu => cpu(args.quick)?,
         BenchBackend::Products => run_bench("products", if args.quick { &["--mib", "16"] } else { &[] })?,
+        BenchBackend::Disk => run_bench("disk_tier", if args.quick { &["--mib", "64"] } else { &[] })?,
         BenchBackend::Cuda if args.write && !cuda_double::driver_is_here() => {
             return Err(
                 "this machine has no CUDA driver; the table in docs/benchmarks.md must come from a real card"
