@@ -93,7 +93,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         # After a reset of an idle vLLM, a step tells workers, routers and metrics.
-        return self._scheduler.was_reset
+        return self._scheduler is not None and self._scheduler.was_reset
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._scheduler.stats() if self._scheduler is not None else None
