@@ -12,6 +12,8 @@ import pytest
 from fake_engine import ROW, SIZE, Engine, Roomy, context
 
 ROOMY = Roomy()
+HELD = 24 + 32 + 40
+"""The number of tokens in host memory of parts of 20, 30 and 40 tokens."""
 
 
 def prompt(lengths: list[int], first: int = 10, question: int = 6) -> list[int]:
@@ -135,17 +137,37 @@ def test_a_request_that_waits_for_room_evicts_nothing(policy: str, monkeypatch: 
     nothing_held(engine)
 
 
+class Watched:
+    """A chunk cache whose calls are noted."""
+
+    def __init__(self, engine: Engine, calls: list[str]) -> None:
+        self.cache, self.calls = engine.side.chunks.cache, calls
+        engine.side.chunks.pieces.cache = self
+
+    def __getattr__(self, name: str) -> object:
+        self.calls.append(name)
+        return getattr(self.cache, name)
+
+
+@pytest.mark.parametrize("memory", [HELD, HELD - 8])
+def test_the_parts_of_a_request_that_waits_for_room_are_hashed_once_more(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight requests that each need the whole memory, or more, and that try again whenever another one has let go."""
+    engine, calls = Engine(monkeypatch, host_memory=memory * ROW), []
+    Watched(engine, calls)
+    asked = {}
+    for number in range(8):
+        asked[f"{number}"] = (prompt([20, 30, 40], first=10 + 50 * number), {"chunk_lengths": [20, 30, 40]})
+        engine.ask(f"{number}", asked[f"{number}"][0], **asked[f"{number}"][1])
+    engine.run(300)
+    assert 0 < calls.count("compute_chunk_hash") <= 3 * 8, f"{calls.count('compute_chunk_hash')} parts of 24"
+    answers(engine, asked, refused=() if memory == HELD else tuple(asked))
+    nothing_held(engine)
+
+
 def test_the_parts_of_a_request_are_hashed_once_in_each_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lookup itself hashes them, and returns the hashes."""
-    engine = Engine(monkeypatch, max_chunk_tokens=16)
-    cache, calls = engine.side.chunks.cache, []
-
-    class Watched:
-        def __getattr__(self, name: str) -> object:
-            calls.append(name)
-            return getattr(cache, name)
-
-    engine.side.chunks.pieces.cache = Watched()
+    engine, calls = Engine(monkeypatch, max_chunk_tokens=16), []
+    Watched(engine, calls)
     asked = {}
     for name in ("cold", "warm"):
         lengths = [20, 30, 40] if name == "cold" else [20, 30, 40, 10]

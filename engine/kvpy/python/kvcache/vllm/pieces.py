@@ -150,8 +150,13 @@ class Pieces:
 
     def blocks_of(self, state: ChunkState, part: Callable[[int], Part]) -> int:
         """Returns the number of blocks that a request's pieces take."""
-        hashes = [one for number in state.wanted() for one in self.cache.compute_chunk_hash(state.root, *part(number)[:3])]
-        return sum(one.num_blocks for one in set(hashes))
+        pieces: dict[bytes, int] = {}
+        for number in state.wanted():
+            if number not in state.sizes:
+                hashes = self.cache.compute_chunk_hash(state.root, *part(number)[:3])
+                state.sizes[number] = {one.hash_bytes: one.num_blocks for one in hashes}
+            pieces |= state.sizes[number]
+        return sum(pieces.values())
 
     def _may_ask(self, state: ChunkState) -> bool:
         return not self.queue or self.queue[0] is state

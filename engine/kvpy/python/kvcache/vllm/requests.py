@@ -97,6 +97,8 @@ class ChunkState:
     """The pieces of each part that was looked up, in order: held, or still being computed."""
     first: int = 0
     """The number of tokens at the beginning of the prompt that vLLM has in its own blocks."""
+    sizes: dict[int, dict[bytes, int]] = field(default_factory=dict)
+    """The number of blocks of each piece of a part, by hash. Known for requests that there was no room for."""
     computed: dict[bytes, int] = field(default_factory=dict)
     """The number of tokens of each piece that was computed for this request, by hash."""
     is_served: bool = False
