@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -237,7 +238,8 @@ class Checks:
         """The page shows the whole output. Times, and with other kernels the last answers, differ."""
         print("\n".join(lines := self.page.run("check")), flush=True)
         got, shown = (masked(text) for text in ("\n".join(lines), self.page.printed["check"]))
-        self.equal("the check of a model prints what the page shows, but for numbers", got, shown)
+        differ = [f"{one!r} instead of {other!r}" for one, other in itertools.zip_longest(got, shown) if one != other]
+        self.say("the check of a model prints what the page shows, but for numbers", differ[0] if differ else None)
 
 
 def masked(text: str) -> list[str]:

@@ -87,9 +87,10 @@ impl ChunkCacheManager {
     /// Returns whether a piece that is not stored and awake needs room: no other request computes it, and no piece of
     /// another system prompt can take its place.
     fn needs_room(&self, state: &CacheState, piece: &ChunkPiece<'_>, stored_start: i64) -> bool {
+        let is_under_way = state.under_way.contains_key(&piece.hash().key);
         let reuses = self.0.config.cross_system_reuse;
-        !state.under_way.contains_key(&piece.hash().key)
-            && !(reuses && state.find_any_system(piece, stored_start).is_some())
+        let has_other = reuses && state.find_any_system(piece, stored_start).is_some();
+        !is_under_way && !has_other
     }
 
     /// Holds the piece if it is stored and awake. The hold does not count as a hit until
