@@ -1,6 +1,6 @@
 //! An order of eviction for chains of blocks: a block is evicted only after the blocks that follow it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 
@@ -12,12 +12,16 @@ use parking_lot::Mutex;
 /// A lookup finds a block only if it finds all blocks before it. A pool whose policy evicts a block before the
 /// blocks that follow it keeps these without use. This happens if blocks of one chain are registered one by one,
 /// so that the first block is the oldest, and with policies that count hits. If the policy selects a block that
-/// other cached blocks follow, `ChainLinks` evicts the last of these instead, and inserts the selected block
-/// again.
+/// other blocks in the pool follow, the block waits until the last of these has been evicted, and is evicted next.
+/// Otherwise, blocks leave in the order of the policy. With [`PolicyKind::Lru`], the pool therefore always evicts the
+/// least recently released one of the blocks that nothing follows.
 ///
-/// The pool must have one shard. [Link](Self::link) all keys before they are registered, and hold a chain from its
-/// first block on, so that no block is held whose predecessors can be evicted. Register a block only while the block
-/// before it is in the pool.
+/// The pool must have one shard, and no time after which blocks expire. Register a block only while the block before
+/// it is in the pool, [link](Self::link) its key before the last hold on it ends, and hold chains from their first
+/// block on. If a block is held without the blocks before it, these are evicted last, but before an allocation fails.
+///
+/// An insertion, a removal and an eviction each take logarithmic time in the number of waiting blocks, on average over
+/// all calls.
 ///
 /// ```
 /// use kvcore::{BlockPool, KeyScope, PolicyKind, PoolConfig};
@@ -29,54 +33,34 @@ use parking_lot::Mutex;
 /// let keys = KeyScope::new("m", b"w").root().chain(&[7; 4 * 16], 16);
 /// for (i, key) in keys.iter().enumerate() {
 ///     let parent = i.checked_sub(1).map(|i| keys[i]);
+///     let held = pool.allocate(1)?.register(parent, &[*key])?;
 ///     links.link(parent, &[*key]);
-///     drop(pool.allocate(1)?.register(parent, &[*key])?);
+///     drop(held);
 /// }
 /// drop(pool.allocate(1)?);
 /// assert_eq!(pool.cached_prefix(&keys), 3, "the last block was evicted, and not the oldest one");
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 #[derive(Debug, Clone, Default)]
-pub struct ChainLinks(Arc<Mutex<Links>>);
+pub struct ChainLinks(Arc<Mutex<Parents>>);
 
-#[derive(Debug, Default)]
-struct Links {
-    parents: HashMap<BlockKey, BlockKey>,
-    children: HashMap<BlockKey, Vec<BlockKey>>,
-}
-
-impl Links {
-    fn link(&mut self, parent: BlockKey, key: BlockKey) {
-        if self.parents.insert(key, parent) != Some(parent) {
-            self.children.entry(parent).or_default().push(key);
-        }
-    }
-
-    fn unlink(&mut self, key: &BlockKey) {
-        let Some(parent) = self.parents.remove(key) else { return };
-        if let Some(children) = self.children.get_mut(&parent) {
-            children.retain(|child| child != key);
-            if children.is_empty() {
-                self.children.remove(&parent);
-            }
-        }
-    }
-}
+/// The keys before keys that were linked and have not been released since.
+type Parents = HashMap<BlockKey, BlockKey>;
 
 impl ChainLinks {
-    /// Records that each of `keys` follows the key before it, and that the first one follows `parent`. A key that
-    /// is evicted must be linked again before it is registered again.
+    /// Records that each of `keys` follows the key before it, and that the first one follows `parent`. The caller
+    /// guarantees that it holds the blocks with these keys.
     pub fn link(&self, parent: Option<BlockKey>, keys: &[BlockKey]) {
-        let mut links = self.0.lock();
+        let mut parents = self.0.lock();
         for (i, key) in keys.iter().enumerate() {
             if let Some(parent) = i.checked_sub(1).map(|i| keys[i]).or(parent) {
-                links.link(parent, *key);
+                parents.insert(*key, parent);
             }
         }
     }
 
-    /// Returns a function for [`PoolConfig::custom_policy`](kvcore::PoolConfig::custom_policy): the policy `kind`
-    /// selects the chain, and the chain's last block is evicted.
+    /// Returns a function for [`PoolConfig::custom_policy`](kvcore::PoolConfig::custom_policy): blocks are evicted in
+    /// the order of the policy `kind`, but never before the blocks that follow them.
     pub fn policy(
         &self,
         kind: PolicyKind,
@@ -86,28 +70,44 @@ impl ChainLinks {
             Box::new(TailFirst {
                 links: links.clone(),
                 policy: kind.build(blocks),
-                idle: HashMap::new(),
-                entries: vec![None; blocks],
+                links_of: vec![None; blocks],
+                block_of: HashMap::new(),
+                followers: HashMap::new(),
+                place_of: vec![None; blocks],
+                selected: 0,
+                waiting: BTreeMap::new(),
+                due: BTreeMap::new(),
             })
         }
     }
 }
 
-/// The part of a [`PolicyEntry`] that is needed to insert a block again.
+/// A block's key, and the key before it.
 #[derive(Debug, Clone, Copy)]
-struct Idle {
+struct Link {
     key: BlockKey,
-    priority: u8,
-    until: u64,
+    parent: Option<BlockKey>,
 }
 
 struct TailFirst {
     links: ChainLinks,
     policy: Box<dyn EvictionPolicy>,
-    /// The blocks that may be evicted, by key.
-    idle: HashMap<BlockKey, u32>,
-    /// The same blocks' entries. Blocks without a key have none.
-    entries: Vec<Option<Idle>>,
+    /// The link of each block that was released at least once since it got its key. It stays while the block is held
+    /// again.
+    links_of: Vec<Option<Link>>,
+    /// The same blocks, by key.
+    block_of: HashMap<BlockKey, u32>,
+    /// The number of these blocks that follow each key.
+    followers: HashMap<BlockKey, usize>,
+    /// The place of each block that the policy has selected and that has not been evicted yet, in the order of
+    /// selection. The policy no longer has these blocks.
+    place_of: Vec<Option<u64>>,
+    /// The number of blocks selected so far.
+    selected: u64,
+    /// The selected blocks that others follow, by place.
+    waiting: BTreeMap<u64, u32>,
+    /// The selected blocks that nothing follows any more, by place.
+    due: BTreeMap<u64, u32>,
 }
 
 impl fmt::Debug for TailFirst {
@@ -117,79 +117,98 @@ impl fmt::Debug for TailFirst {
 }
 
 impl TailFirst {
-    /// Returns the last block of a chain that goes through `key`, or `None` if blocks that follow are held.
-    fn last(&self, links: &Links, key: BlockKey) -> Option<BlockKey> {
-        let mut last = key;
-        while let Some(children) = links.children.get(&last) {
-            last = *children.iter().find(|child| self.idle.contains_key(*child))?;
+    /// Records the link of a block that is released.
+    fn enter(&mut self, block: u32, key: Option<BlockKey>) {
+        let known = self.links_of[block as usize];
+        if known.map(|link| link.key) != key {
+            // The block was freed without an eviction.
+            self.leave(block);
         }
-        Some(last)
+        let Some(key) = key else { return };
+        let parent = self.links.0.lock().remove(&key);
+        let link = self.links_of[block as usize].get_or_insert(Link { key, parent: None });
+        self.block_of.insert(key, block);
+        if link.parent.is_none()
+            && let Some(parent) = parent
+        {
+            link.parent = Some(parent);
+            *self.followers.entry(parent).or_default() += 1;
+            if let Some(place) = self.place(&parent)
+                && let Some(block) = self.due.remove(&place)
+            {
+                self.waiting.insert(place, block);
+            }
+        }
     }
 
-    /// Inserts a block again that the policy has selected.
-    fn put_back(&mut self, block: u32, now: u64) {
-        if let Some(Idle { key, priority, until }) = &self.entries[block as usize] {
-            let entry = PolicyEntry { key: Some(key), priority: *priority, until: *until, now };
-            self.policy.insert(block, &entry);
+    /// Removes the link of a block that no longer has its key.
+    fn leave(&mut self, block: u32) {
+        let Some(Link { key, parent }) = self.links_of[block as usize].take() else { return };
+        self.links.0.lock().remove(&key);
+        if self.block_of.get(&key) == Some(&block) {
+            self.block_of.remove(&key);
+        }
+        let Some(parent) = parent else { return };
+        let Some(count) = self.followers.get_mut(&parent) else { return };
+        *count -= 1;
+        if *count == 0 {
+            self.followers.remove(&parent);
+            if let Some(place) = self.place(&parent)
+                && let Some(block) = self.waiting.remove(&place)
+            {
+                self.due.insert(place, block);
+            }
         }
     }
 
-    fn forget(&mut self, block: u32) -> Option<BlockKey> {
-        let idle = self.entries[block as usize].take()?;
-        self.idle.remove(&idle.key);
-        Some(idle.key)
+    /// Returns the place of the block with this key, if the policy has selected the block.
+    fn place(&self, key: &BlockKey) -> Option<u64> {
+        self.block_of.get(key).and_then(|&block| self.place_of[block as usize])
+    }
+
+    /// Returns whether other blocks follow a block.
+    fn is_followed(&self, block: u32) -> bool {
+        self.links_of[block as usize].is_some_and(|link| self.followers.contains_key(&link.key))
+    }
+
+    /// Returns the next block that the policy selects and that nothing follows.
+    fn select(&mut self, now: u64) -> Option<u32> {
+        while let Some(block) = self.policy.evict(now) {
+            if !self.is_followed(block) {
+                return Some(block);
+            }
+            self.place_of[block as usize] = Some(self.selected);
+            self.waiting.insert(self.selected, block);
+            self.selected += 1;
+        }
+        None
     }
 }
 
 impl EvictionPolicy for TailFirst {
     fn insert(&mut self, block: u32, entry: &PolicyEntry<'_>) {
+        self.enter(block, entry.key.copied());
         self.policy.insert(block, entry);
-        if let Some(key) = entry.key {
-            self.idle.insert(*key, block);
-            self.entries[block as usize] =
-                Some(Idle { key: *key, priority: entry.priority, until: entry.until });
-        }
     }
 
     fn remove(&mut self, block: u32) {
-        self.policy.remove(block);
-        self.forget(block);
+        match self.place_of[block as usize].take() {
+            Some(place) => {
+                self.waiting.remove(&place);
+                self.due.remove(&place);
+            }
+            None => self.policy.remove(block),
+        }
     }
 
     fn evict(&mut self, now: u64) -> Option<u32> {
-        // Selected blocks that others follow. They go back once a block is found.
-        let mut kept = Vec::new();
-        let mut evicted = None;
-        while let Some(block) = self.policy.evict(now) {
-            let Some(Idle { key, .. }) = self.entries[block as usize] else {
-                evicted = Some(block);
-                break;
-            };
-            let last = self.last(&self.links.0.lock(), key);
-            match last.and_then(|last| self.idle.get(&last).copied()) {
-                Some(last) if last == block => evicted = Some(block),
-                Some(last) => {
-                    // The block goes back before the last one leaves, so that policies see one block less.
-                    self.put_back(block, now);
-                    self.policy.remove(last);
-                    evicted = Some(last);
-                }
-                None => {
-                    kept.push(block);
-                    continue;
-                }
-            }
-            break;
-        }
+        let due = self.due.pop_first().map(|(_, block)| block);
+        let block = due.or_else(|| self.select(now));
         // Every block is followed by a held one: the pool needs a block all the same.
-        let evicted = evicted.or_else(|| (!kept.is_empty()).then(|| kept.remove(0)))?;
-        for block in kept {
-            self.put_back(block, now);
-        }
-        if let Some(key) = self.forget(evicted) {
-            self.links.0.lock().unlink(&key);
-        }
-        Some(evicted)
+        let block = block.or_else(|| self.waiting.pop_first().map(|(_, block)| block))?;
+        self.place_of[block as usize] = None;
+        self.leave(block);
+        Some(block)
     }
 
     fn hit(&mut self, block: u32, key: &BlockKey) {
@@ -205,6 +224,6 @@ impl EvictionPolicy for TailFirst {
     }
 
     fn len(&self) -> usize {
-        self.policy.len()
+        self.policy.len() + self.waiting.len() + self.due.len()
     }
 }

@@ -269,6 +269,7 @@ class Checks:
 
     def together(self, host: Host) -> None:
         host.side.chunks.cache.clear_cache()
+        host.llm.reset_prefix_cache()
         before = host.side.chunks.cache.get_metrics().insertions
         orders = [[0, 1], [1, 0], [2, 1], [3, 0, 2], [1, 2, 3], [0, 3]]
         outs = self.generate(host, *(self.case.prompt(order, "alone") for order in orders))
@@ -282,6 +283,7 @@ class Checks:
         fault = None
         for steps in range(9):
             host.side.chunks.cache.clear_cache()
+            host.llm.reset_prefix_cache()
             names = []
             for i, order in enumerate(([0, 1], [1, 2], [3, 0])):
                 prompt, sampling = self.case.prompt(order, "alone", count=20)

@@ -1,18 +1,20 @@
-"""Runs the commands of ``docs/vllm.md`` unchanged, including over HTTP. Run by the slice `vllm` of `cargo
-xtask deep`.
+"""Runs the commands of ``docs/vllm.md`` from the first one to the last one, as written, including over HTTP. Run by the
+slice `vllm` of `cargo xtask deep`.
 
-    python check_docs.py MODEL
+    python check_docs.py MODEL [--fresh]
 
-The page's blocks are found by the second word of their fence. The block ``install`` is not run, because it takes a
-quarter of an hour: this program runs in the environment that it makes. A free port is inserted, and the server gets
-the flags that the page gives for small machines. Every check prints a line; the exit status is 1
-if any of them fails. Needs bash, curl and jq.
+MODEL is a folder with the model that the page names. The page's blocks are found by the second word of their fence, and
+run in the page's order, in a home folder of their own. There, `~/vllm` is the environment that runs this program or,
+with `--fresh`, is made by the page's first command, which takes a quarter of an hour. The model is in the cache of
+Hugging Face, so nothing is downloaded. A free port is inserted, and the server gets the flags that the page gives for
+small machines. Every check prints a line; the exit status is 1 if any of them fails. Needs Rust, bash, curl and jq.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import os
 import re
@@ -28,50 +30,88 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/vllm.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/vllm.md"
 SMALL = "--enforce-eager --max-model-len 4096 --kv-cache-memory-bytes 1073741824"
-# What the block `settings` of the page sets, for this environment.
-ENVIRONMENT = {
-    **os.environ,
-    "VLLM": str(Path(sys.executable).parents[1]),
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"),
-}
 # The time to wait for the server to answer, in seconds.
 PATIENCE = 900
+# The environment of the commands. The page's block `settings` adds to it.
+ENVIRONMENT = {**os.environ}
 
 
 class Page:
     """The page's blocks, and the output that the page shows for them."""
 
-    def __init__(self, model: str, port: int) -> None:
+    def __init__(self, port: int) -> None:
         text = PAGE.read_text()
         assert SMALL in text, f"the page does not have {SMALL}"
         text = re.sub(r"\b8000\b", str(port), text)
-        ENVIRONMENT["MODEL"] = model
         self.blocks: dict[str, str] = {}
         self.printed: dict[str, str] = {}
+        self.left: list[str] = []
+        """The blocks that have not run yet, in order."""
         name = None
         for fence, block in re.findall(r"^```(.+?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
             if fence == "text" and name:
                 self.printed[name] = block
-            name = fence.split()[1] if " " in fence else None
+            kind, _, name = fence.partition(" ")
+            assert name or kind == "text", f"a block of {kind} has no name, so it is not run: {block[:60]}"
             if name:
                 self.blocks[name] = block
+                self.left.append(name)
+
+    def next(self, name: str) -> str:
+        """Returns the next block, which has this name."""
+        assert self.left.pop(0) == name, f"the block {name} is not next on the page"
+        return self.blocks[name]
 
     def run(self, name: str) -> list[str]:
-        """Runs a block and returns the lines that it prints."""
-        block = self.blocks[name]
+        """Runs the next block, which has this name, and returns the lines that it prints."""
+        block = self.next(name)
         if not block.lstrip().startswith(("from ", "import ")):
             return output(["bash", "-euo", "pipefail", "-c", block])
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder) / f"{name}.py"
             program.write_text(block)
-            return output([sys.executable, str(program)])
+            return output(["python", str(program)])
+
+
+def go_home(home: Path, model: Path, name: str, *, fresh: bool) -> None:
+    """Makes a home folder with an environment and a cached model of this name."""
+    real = Path.home()
+    ENVIRONMENT.update(
+        HOME=str(home),
+        HF_HOME=str(home / "huggingface"),
+        HF_HUB_OFFLINE="1",
+        RUSTUP_HOME=os.environ.get("RUSTUP_HOME", str(real / ".rustup")),
+        CARGO_HOME=os.environ.get("CARGO_HOME", str(real / ".cargo")),
+        PIP_CACHE_DIR=os.environ.get("PIP_CACHE_DIR", str(real / ".cache/pip")),
+        VLLM_CPU_OMP_THREADS_BIND=os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"),
+    )
+    # The page's commands find what they have installed.
+    ENVIRONMENT.pop("PYTHONPATH", None)
+    if not fresh:
+        (home / "vllm").symlink_to(sys.prefix)
+    cached = home / "huggingface/hub" / f"models--{name.replace('/', '--')}"
+    snapshot = cached / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text(snapshot.name)
+    for file in model.iterdir():
+        if file.is_file():
+            (snapshot / file.name).symlink_to(file)
+
+
+def adopt(block: str) -> None:
+    """Runs a block that sets variables, and keeps them for later blocks."""
+    done = subprocess.run(["bash", "-euc", f"{block}\nenv -0"], env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    ENVIRONMENT.update(line.split("=", 1) for line in done.stdout.decode().split("\0") if "=" in line)
 
 
 def output(command: list[str]) -> list[str]:
-    done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # The program is looked up in the commands' environment, not in this one's.
+    command = ["env", *command]
+    done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"exit status {done.returncode} of {command}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return [line for line in done.stdout.splitlines() if line.strip()]
@@ -90,6 +130,7 @@ def server(command: str, port: int):
         process = subprocess.Popen(
             ["bash", "-c", f"exec env {command.strip()} {SMALL}"],
             env=ENVIRONMENT,
+            cwd=ROOT,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -193,21 +234,43 @@ class Checks:
         self.reused("LLM.generate", answers)
         self.equal("and answers as the server does", [one[2] for one in answers], [one[2] for one in over_http])
 
+    def check(self) -> None:
+        """The page shows the whole output. Times, and with other kernels the last answers, differ."""
+        print("\n".join(lines := self.page.run("check")), flush=True)
+        got, shown = (masked(text) for text in ("\n".join(lines), self.page.printed["check"]))
+        differ = [f"{one!r} instead of {other!r}" for one, other in itertools.zip_longest(got, shown) if one != other]
+        self.say("the check of a model prints what the page shows, but for numbers", differ[0] if differ else None)
+
+
+def masked(text: str) -> list[str]:
+    """Returns the words of a text, with a mark in place of each number that does not belong to a setting."""
+    return re.sub(r"(?<![:\w.])\d[\d.,]*(e-\d+)?", "#", text).split()
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    model, port = Path(parser.parse_args().model), free_port()
-    page = Page(str(model.resolve() if model.exists() else model), port)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--fresh", action="store_true")
+    args, port = parser.parse_args(), free_port()
+    page = Page(port)
     checks = Checks(page)
-    with server(page.blocks["serve"], port):
-        checks.curl()
-        over_http = checks.client()
-        checks.chat()
-        checks.wrong()
-        checks.tier()
-        checks.metrics()
-    checks.offline(over_http)
+    with tempfile.TemporaryDirectory() as home:
+        name = re.search(r"MODEL=(\S+)", page.blocks["settings"])
+        go_home(Path(home), args.model.resolve(), name[1], fresh=args.fresh)
+        began = time.monotonic()
+        page.run("install")
+        print(f"ok      the environment is ready after {time.monotonic() - began:.0f} s", flush=True)
+        adopt(page.next("settings"))
+        with server(page.next("serve"), port):
+            checks.curl()
+            over_http = checks.client()
+            checks.chat()
+            checks.offline(over_http)
+            checks.wrong()
+            checks.metrics()
+            checks.tier()
+        checks.check()
+    checks.equal("no block is left", page.left, [])
     sys.exit(f"{checks.failures} checks failed" if checks.failures else 0)
 
 

@@ -20,6 +20,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
+from kvcache.vllm import recompute
 from kvcache.vllm.gate import reference
 from kvcache.vllm.gate.compare import Answer
 
@@ -171,6 +172,103 @@ class PressureChecks(Checks):
         self.say("nothing stays held", host.nothing_held())
         host.close()
 
+    def kept_from_others(self) -> None:
+        """New weights without a preemption: a request goes on over its old blocks, and nobody else finds them."""
+        host = self.host(prefix_memory="8MiB")
+        weights = get_kv_transfer_group()._worker.recomputer.runner.model
+        for mode in ("alone", "plain"):
+            name = self.add(host, *self.case.prompt([0, 1], mode, count=80))
+            while len(self.told(host, name)) < 4:
+                self.step(host)
+            kept = host.llm.reset_prefix_cache(reset_connector=True)
+            self.say(f"{mode}: vLLM keeps its own cache", "it does not" if kept else None)
+            for parameter in weights.parameters():
+                if parameter.dim() == 1:
+                    parameter.data.mul_(1.25)
+            said = list(self.rest(host)[name].outputs[0].token_ids)
+            prompt, sampling = self.case.prompt([0, 1], mode, count=4)
+            prompt["prompt_token_ids"] = [*prompt["prompt_token_ids"], *said]
+            (fresh,) = self.generate(host, ({**prompt, "cache_salt": f"apart-{mode}"}, sampling))
+            for where in ("once", "again", "from the tier"):
+                if where == "from the tier":
+                    host.llm.reset_prefix_cache()
+                (out,) = self.generate(host, (prompt, sampling))
+                self.same(f"{mode}: a conversation that goes on after it, {where}", answer(out), answer(fresh))
+        self.say("nothing stays held", host.nothing_held())
+        host.close()
+
+    def idle(self) -> None:
+        """vLLM is idle after a reset, and its metrics are right all the same."""
+        host = self.host(prefix_memory="8MiB")
+        for mode in ("alone", "plain"):
+            self.generate(host, self.case.prompt([0, 1], mode))
+        names = ("vllm:kvcache_chunk_memory_usage_perc", "vllm:kvcache_prefix_memory_usage_perc")
+
+        def gauges() -> list[float]:
+            return [one.value for name in names for one in host.llm.get_metrics() if one.name == name]
+
+        before = gauges()
+        host.llm.reset_prefix_cache(reset_connector=True)
+        steps = 0
+        # As vLLM's loop does.
+        while host.scheduler.has_requests() and steps < 5:
+            host.llm.llm_engine.step()
+            steps += 1
+        right = min(before) > 0 and steps == 1 and gauges() == [0.0, 0.0]
+        self.say("the gauges follow a reset of an idle vLLM", None if right else f"{before}, then {gauges()} after {steps} steps")
+        host.close()
+
+    def own_blocks(self) -> None:
+        """vLLM has the rows of all chunks, or of some, and the host memory has lost them."""
+        host = self.host()
+        cache = host.side.chunks.cache
+        for order, again in (([0, 1], "none"), ([2, 3], "link:8"), ([3, 0], "question:0.5")):
+            if self.windowed and again != "none":
+                continue
+            (first,) = self.generate(host, self.case.prompt(order, "alone", again))
+            while cache.evict_lru():
+                pass
+            before = cache.get_metrics().insertions
+            (out,) = self.generate(host, self.case.prompt(order, "alone", again))
+            self.same(f"{again}: vLLM's own blocks", answer(out), answer(first))
+            # Without the rest of the block before the question, the last document is needed.
+            made, tokens = cache.get_metrics().insertions - before, sum(map(len, self.case.parts(order)))
+            most = 0 if tokens % BLOCK == 0 else 3 if again.startswith("question") else 1
+            self.say(f"{again}: no more than {most} of 3 parts is encoded again", None if made <= most else f"{made} are")
+        host.close()
+
+    def slices(self) -> None:
+        """The attention of a long question is computed in slices, and its memory is limited."""
+        if self.windowed:
+            return
+        whole = recompute.WEIGHTS
+        own, self.case.question = self.case.question, self.case.text(70)
+        found, sizes = [], []
+        for limit in (whole, 4000, 1):
+            host, recompute.WEIGHTS = self.host(), limit
+            (out,) = self.generate(host, self.case.prompt([0, 1, 2], "alone", "question:0.3"))
+            found.append(answer(out))
+            host.close()
+        recompute.WEIGHTS = whole
+        for what, got in zip(("a few queries", "one query"), found[1:]):
+            self.same(f"a question in slices of {what}", got, found[0])
+        rows, keys = torch.randn(33, 2, 3, 8), torch.randn(133, 2, 8)
+        logits = torch.einsum("qghd,tgd->ghqt", rows, keys) * 0.3
+        logits.masked_fill_(torch.arange(133)[None] > torch.arange(100, 133)[:, None], float("-inf"))
+        right = logits.softmax(-1)[..., :100].sum((0, 1, 2))
+        for limit in (1, 2 * 3 * 133 * 5, whole):
+            recompute.WEIGHTS = limit
+            sizes.append((recompute.attention(rows, keys, 100, 0.3) - right).abs().max().item())
+        recompute.WEIGHTS = whole
+        self.say(f"slices add up to the whole attention, within {max(sizes):.0e}", None if max(sizes) < 1e-4 else "they do not")
+        host = self.host(question_memory=4 * BLOCK * token_bytes(self.model.config, "float32"))
+        (out,) = self.generate(host, self.case.prompt([0, 1], "alone", "question:0.3"))
+        self.case.question = own
+        reason = (out.kv_transfer_params or {}).get("chunk_error", "")
+        named = "raise question_memory" in reason and f"at most {4 * BLOCK} tokens" in reason
+        self.say(f"a prompt that is too long for its question is told: {reason}", None if named else "it is not")
+        host.close()
+
     def chosen(self) -> None:
         """A question chooses beside other requests, which leave room for a few of its tokens, as it does alone."""
         if self.windowed:
@@ -206,6 +304,16 @@ class PressureChecks(Checks):
             said = tuple(out.kv_transfer_params[f"chunk_tokens_{name}"] for name in ("reused", "computed"))
             grown = tuple(after - old for after, old in zip(counts(), before))
             self.say(f"{what}: {said} tokens reused and computed", None if said == grown == expected else f"counted {grown}, asked {expected}")
+        before = counts()
+        for steps in range(1, 7):
+            name = self.add(host, *self.case.prompt([0, 3], "alone", count=40))
+            for _ in range(steps):
+                self.step(host)
+            host.llm.llm_engine.abort_request([name])
+            self.rest(host)
+            host.llm.reset_prefix_cache(reset_connector=True)
+        host.nothing_held()
+        self.say("aborted requests are counted nowhere", None if counts() == before else f"{counts()} after {before}")
         host.close()
 
     def adapters(self) -> None:
@@ -304,7 +412,11 @@ class PressureChecks(Checks):
         self.forged_salts()
         self.holds_end()
         self.resets()
+        self.kept_from_others()
+        self.idle()
+        self.own_blocks()
         self.chosen()
+        self.slices()
         self.counted()
         self.adapters()
         self.several_kinds()

@@ -127,6 +127,7 @@ OTHERS = {
     "reset_cache",
     "get_kv_connector_stats",
     "get_transfer_results",
+    "has_pending_push_work",
     "build_kv_connector_stats",
     "build_prom_metrics",
     "shutdown",

@@ -75,7 +75,10 @@ pub(crate) struct PyChunkReservation {
 
 /// A piece of a chunk that another request is computing.
 #[pyclass(frozen, name = "ChunkWaiter", module = "kvcache")]
-pub(crate) struct PyChunkWaiter(kvchunk::ChunkWaiter);
+pub(crate) struct PyChunkWaiter {
+    own: kvchunk::ChunkWaiter,
+    hash: kvchunk::ChunkHash,
+}
 
 fn over() -> PyErr {
     PyRuntimeError::new_err("it was already released or stored")
@@ -173,7 +176,13 @@ impl PyChunkWaiter {
     /// True once the other request has stored or abandoned the piece. The piece must then be acquired again.
     #[getter]
     fn is_over(&self) -> bool {
-        self.0.is_over()
+        self.own.is_over()
+    }
+
+    /// The hash by which the piece will be found.
+    #[getter]
+    fn chunk_hash(&self) -> PyChunkHash {
+        self.hash.into()
     }
 }
 
@@ -221,7 +230,8 @@ impl PyChunkCacheManager {
     /// Looks up the pieces of all parts of a prompt under `root`, and reserves blocks for the missing ones.
     /// Each part is a tuple of the other arguments of `acquire`. Returns the outcomes of `acquire` for each part.
     ///
-    /// All stored pieces are held before a piece is reserved, so a prompt never evicts its own pieces.
+    /// All stored pieces are held before a piece is reserved, so a prompt never evicts its own pieces. If there
+    /// is no room for all missing pieces together, nothing is evicted, and the outcome of each of them is `None`.
     fn acquire_all(
         &self,
         py: Python<'_>,
@@ -245,11 +255,11 @@ impl PyChunkCacheManager {
                 }
                 counts.push(pieces.len() - before);
             }
-            (cache.acquire_all(TenantId::default(), &pieces), counts)
+            let hashes: Vec<_> = pieces.iter().map(|(piece, _)| piece.hash()).collect();
+            (cache.acquire_all(TenantId::default(), &pieces).into_iter().zip(hashes), counts)
         };
-        let (acquired, counts) = py.detach(acquire);
-        let mut acquired = acquired.into_iter();
-        let part = |count| acquired.by_ref().take(count).map(|one| outcome(py, one)).collect();
+        let (mut acquired, counts) = py.detach(acquire);
+        let part = |count| acquired.by_ref().take(count).map(|(one, hash)| outcome(py, one, hash)).collect();
         counts.into_iter().map(part).collect()
     }
 
@@ -294,8 +304,8 @@ impl PyChunkCacheManager {
     }
 }
 
-/// Converts the outcome of a lookup to a Python object.
-fn outcome(py: Python<'_>, acquired: Acquired) -> PyResult<Py<PyAny>> {
+/// Converts the outcome of a lookup of the piece with this hash to a Python object.
+fn outcome(py: Python<'_>, acquired: Acquired, hash: kvchunk::ChunkHash) -> PyResult<Py<PyAny>> {
     Ok(match acquired {
         Acquired::Hit(hold) => Py::new(py, PyPieceHold(Mutex::new(Some(hold))))?.into_any(),
         Acquired::Compute(reservation) => {
@@ -303,12 +313,12 @@ fn outcome(py: Python<'_>, acquired: Acquired) -> PyResult<Py<PyAny>> {
                 block_ids: numbers(reservation.block_ids()),
                 num_tokens: reservation.tokens().len(),
                 stored_start: reservation.stored_start(),
-                hash: reservation.chunk_hash(),
+                hash,
                 own: Mutex::new(Some(reservation)),
             };
             Py::new(py, reserved)?.into_any()
         }
-        Acquired::Busy(waiter) => Py::new(py, PyChunkWaiter(waiter))?.into_any(),
+        Acquired::Busy(own) => Py::new(py, PyChunkWaiter { own, hash })?.into_any(),
         Acquired::NoRoom => py.None(),
     })
 }

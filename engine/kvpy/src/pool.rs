@@ -20,7 +20,7 @@ use crate::tensor::Integers;
 #[pyclass(frozen, name = "BlockPool", module = "kvcache")]
 pub(crate) struct PyBlockPool {
     pub(crate) pool: kvcore::BlockPool,
-    links: Option<ChainLinks>,
+    pub(crate) links: Option<ChainLinks>,
     events: Option<Arc<EventQueue>>,
 }
 
@@ -185,11 +185,13 @@ impl PyMutableBlocks {
         let mut own = self.0.lock();
         let blocks = own.take().ok_or_else(over)?;
         let (parent, keys) = (parent.map(BlockKey::from_bytes), keys_of(keys));
-        if let Some(links) = self.1.as_ref().filter(|_| keys.len() == blocks.len()) {
-            links.link(parent, &keys);
-        }
         match blocks.register(parent, &keys) {
-            Ok(shared) => Ok(PySharedBlocks(Mutex::new(Some(shared)))),
+            Ok(shared) => {
+                if let Some(links) = &self.1 {
+                    links.link(parent, &keys);
+                }
+                Ok(PySharedBlocks(Mutex::new(Some(shared))))
+            }
             Err(rejected) => {
                 *own = Some(rejected.blocks);
                 Err(CallError::from(rejected.error).into())

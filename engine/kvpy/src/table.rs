@@ -1,6 +1,7 @@
 //! Block tables of sequences, and the slots of their tokens.
 
 use kvcore::{BlockId, SlotMapping, WritePairs};
+use kvmanager::ChainLinks;
 use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -13,7 +14,7 @@ use crate::tensor::Integers;
 /// A sequence's blocks in order: first shared blocks, then blocks that the sequence fills itself. All
 /// blocks are released when the table is released or dropped.
 #[pyclass(frozen, name = "BlockTable", module = "kvcache")]
-pub(crate) struct PyBlockTable(Mutex<Option<kvcore::BlockTable>>);
+pub(crate) struct PyBlockTable(Mutex<Option<kvcore::BlockTable>>, Option<ChainLinks>);
 
 /// Slots that may be written: a slot mapping with a permit from the owner of the blocks. Once a block is
 /// shared or no longer belongs to this owner, writes to its slots are rejected.
@@ -91,7 +92,7 @@ impl PyBlockTable {
             Some(prefix) => kvcore::BlockTable::with_prefix(prefix.take()?, block_size),
             None => kvcore::BlockTable::new(&pool.pool, block_size),
         };
-        Ok(Self(Mutex::new(Some(table.map_err(CallError::from)?))))
+        Ok(Self(Mutex::new(Some(table.map_err(CallError::from)?)), pool.links.clone()))
     }
 
     /// Reserves slots for `tokens` more tokens, and returns them.
@@ -129,7 +130,7 @@ impl PyBlockTable {
     /// Creates a second table over the same tokens. Both tables share all blocks. The first table that is
     /// written to must copy the last block.
     fn fork(&self) -> PyResult<Self> {
-        self.with(kvcore::BlockTable::fork).map(|table| Self(Mutex::new(Some(table))))
+        self.with(kvcore::BlockTable::fork).map(|table| Self(Mutex::new(Some(table)), self.1.clone()))
     }
 
     /// If the last block is partially filled and shared, replaces it with a new block that belongs only to
@@ -145,11 +146,15 @@ impl PyBlockTable {
     }
 
     /// Shares the next full blocks under their keys, for lookups to find. The blocks' slots must have been
-    /// filled.
+    /// filled. `parent` is the key that precedes the first key in the chain.
     #[pyo3(signature = (keys, parent = None))]
     fn share_full(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<()> {
-        let parent = parent.map(kvcore::BlockKey::from_bytes);
-        self.with(|table| table.share_full(parent, &keys_of(keys)))
+        let (parent, keys) = (parent.map(kvcore::BlockKey::from_bytes), keys_of(keys));
+        self.with(|table| table.share_full(parent, &keys))?;
+        if let Some(links) = &self.1 {
+            links.link(parent, &keys);
+        }
+        Ok(())
     }
 
     /// Releases all blocks now.

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from fake_model import FakeModel, FakeRecomputer, choice
+from fake_model import FakeModel, FakeRecomputer, choice, chunk_at, provide
 from replay import Runner, configs
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -68,6 +68,8 @@ class Blocks:
         self.hash_of: dict[int, bytes] = {}
         self.block_of: dict[bytes, int] = {}
         self.tables: dict[str, list[int]] = {}
+        self.num_cached: dict[str, int] = {}
+        """The number of blocks of each table that were found, or registered since."""
         self.block_pool = SimpleNamespace(num_gpu_blocks=count)
 
     def free(self, request: Request) -> None:
@@ -91,6 +93,10 @@ class Blocks:
             blocks.append(self.block_of[key])
         return blocks
 
+    def get_computed_blocks(self, request: Request) -> tuple[list[int], int, int]:
+        blocks = self.found(request)
+        return blocks, len(blocks) * SIZE, 0
+
     def grow(self, name: str, tokens: int, found: list[int] = ()) -> bool:  # type: ignore[assignment]
         """Extends a table to hold ``tokens`` tokens, starting with ``found`` if it is new. Returns false, and
         changes nothing, if there are too few blocks."""
@@ -108,15 +114,20 @@ class Blocks:
             self.holders[block] = 1
             fresh.append(block)
         self.tables[name] = [*table, *found, *fresh]
+        self.num_cached.setdefault(name, len(found))
         return True
 
     def cache(self, request: Request, tokens: int) -> None:
-        """Registers a request's full blocks of its first ``tokens`` tokens."""
-        for block, key in zip(self.tables[request.request_id], request.block_hashes[: tokens // SIZE]):
+        """Registers a request's new full blocks of its first ``tokens`` tokens."""
+        name, full = request.request_id, tokens // SIZE
+        new = slice(self.num_cached[name], full)
+        self.num_cached[name] = max(full, self.num_cached[name])
+        for block, key in zip(self.tables[name][new], request.block_hashes[new]):
             if block not in self.hash_of and key not in self.block_of:
                 self.hash_of[block], self.block_of[key] = key, block
 
     def release(self, name: str) -> None:
+        self.num_cached.pop(name, None)
         for block in reversed(self.tables.pop(name, [])):
             self.holders[block] -= 1
             if self.holders[block] == 0:
@@ -176,19 +187,20 @@ class Engine(SchedulerInterface):
         delay: Callable[[], int] = lambda: 0,
         lora: Any = None,
         has_events: bool = False,
+        positions: int = 512,
         **settings: Any,
     ) -> None:
         spec = {"kind": "FullAttentionSpec", "dtype": "torch.float32", "num_kv_heads": 1, "head_size": 32, "block_size": SIZE}
         extra = {"host_memory": 4096 * ROW, "block_size": SIZE, **settings}
-        described = {"model": MODEL, "max_model_len": 512, "extra_config": extra, "layers": ["one"], "spec": spec, "num_blocks": blocks}
+        model = {**MODEL, "max_position_embeddings": positions}
+        described = {"model": model, "max_model_len": positions, "extra_config": extra, "layers": ["one"], "spec": spec, "num_blocks": blocks}
         config, caches = configs(described, 1)
         config.lora_config = lora
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=has_events)
-        self.model = FakeModel(Ropes(json.dumps(MODEL), 512), ["one"], blocks, 1, SIZE, 32)
+        self.model = FakeModel(Ropes(json.dumps(model), positions), ["one"], blocks, 1, SIZE, 32)
         self.recomputer = FakeRecomputer(self.model)
         self.recomputer.context = lambda: context(self.weights, None, self.adapters)
-        recompute = SimpleNamespace(Recomputer=lambda *_: self.recomputer)
-        monkeypatch.setitem(__import__("sys").modules, "kvcache.vllm.recompute", recompute)
+        provide(monkeypatch, self.recomputer)
         self.kv_cache_manager = Blocks(blocks)
         self.step_tokens, self.max_running = step_tokens, max_running
         self.requests: dict[str, Request] = {}
@@ -202,9 +214,15 @@ class Engine(SchedulerInterface):
         """The version of the model's weights. Rows of different versions differ."""
         self.adapters: dict[str, int] = {}
         """The version of each adapter's files, by name."""
+        self.clients: list[str] = []
+        """The name of each client's request. Its index is the number of the client."""
         self.answers: dict[str, tuple[list[int], dict[str, Any] | None]] = {}
         """The tokens of each request that has ended, and what the connector says about it."""
         self.aborted: set[str] = set()
+        self.ordered: list[Callable[[Any], None]] = []
+        """Called with the connector's orders for each step."""
+        self.ran: set[str] = set()
+        """The requests that have run, or whose rows have been ordered."""
         self.steps = self.encodes = self.preemptions = 0
         self.external: dict[str, int] = {}
         """The number of tokens of ordinary prompts that are being copied in for each request."""
@@ -249,7 +267,9 @@ class Engine(SchedulerInterface):
     ) -> None:
         """Adds a client's request for ``count`` tokens, with these parameters in ``kv_transfer_params``."""
         sampling = SamplingParams(max_tokens=count, extra_args={"kv_transfer_params": params} if params else None)
-        self.add_request(Request(name, list(tokens), sampling, None, 0, adapter, salt, 0, hasher))
+        # Requests of the connector have the client of the request that they are for.
+        self.clients.append(name)
+        self.add_request(Request(name, list(tokens), sampling, None, len(self.clients) - 1, adapter, salt, 0, hasher))
 
     def add_request(self, request: Request) -> None:
         assert request.request_id not in self.requests, "duplicate request id"
@@ -259,7 +279,7 @@ class Engine(SchedulerInterface):
         self.connector.on_new_request(request)
 
     def abort(self, *names: str) -> None:
-        self.finish_requests(names, None)
+        self.finish_requests(names, RequestStatus.FINISHED_ABORTED)
 
     def finish_requests(self, names: Any, status: Any) -> None:
         for name in [names] if isinstance(names, str) else list(names):
@@ -274,28 +294,32 @@ class Engine(SchedulerInterface):
             self.finished_recving_kv_req_ids.discard(name)
             self.failed_recving_kv_req_ids.discard(name)
             self.aborted.add(name)
-            self._end(request, keep_blocks=delay)
+            self._end(request, status, keep_blocks=delay)
 
     def run(self, most: int = 3_000) -> None:
         """Runs steps until every request has ended. Raises ``AssertionError`` after ``most`` steps."""
         for _ in range(most):
-            if not self.requests:
+            if not self.has_requests():
                 return
             self.step()
         raise AssertionError(f"requests {sorted(self.requests)} have not ended after {most} steps and {self.encodes} encodes")
 
-    def reset(self, *, new_weights: bool = False) -> bool:
-        """Resets the caches as ``reset_prefix_cache(reset_running_requests=True, reset_connector=True)``
-        does."""
-        while self.running:
+    def has_requests(self) -> bool:
+        """Returns whether vLLM runs another step."""
+        return bool(self.requests) or self.connector.has_pending_push_work()
+
+    def reset(self, *, running: bool = True, new_weights: bool = False) -> bool:
+        """Resets the caches as ``reset_prefix_cache(reset_running_requests=running, reset_connector=True)`` does: if a
+        request keeps blocks, vLLM keeps its own cache, and either raises ``RuntimeError`` or resets the connector
+        all the same."""
+        while running and self.running:
             self._preempt(self.running.pop())
         own = self.kv_cache_manager.reset()
-        if not own:
-            # A request whose rows are being copied in keeps its blocks. vLLM would raise here.
-            self.kv_cache_manager.evict_blocks(set(self.kv_cache_manager.hash_of))
+        if running and not own:
+            raise RuntimeError("Failed to reset KV cache even when all the running requests are preempted")
         self.weights += new_weights
         self.voided |= self.receiving
-        return self.connector.reset_cache() is not False
+        return self.connector.reset_cache() is not False and own
 
     # A step.
 
@@ -303,6 +327,8 @@ class Engine(SchedulerInterface):
         self.steps += 1
         scheduled, has_sync = self._schedule()
         orders = self.connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens=dict(scheduled)))
+        for watch in self.ordered:
+            watch(orders)
         before = {name: self.requests[name].num_computed_tokens for name in scheduled}
         for name, count in scheduled.items():
             self.requests[name].num_computed_tokens += count
@@ -340,7 +366,7 @@ class Engine(SchedulerInterface):
             request.update_block_hashes()
             if len(request.output_token_ids) >= request.sampling_params.max_tokens:
                 self.running.remove(request)
-                self._end(request)
+                self._end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
         output = SimpleNamespace(kv_connector_worker_meta=report, finished_recving=set(results.finished_recving))
         self.connector.update_connector_output(output)
         for name in results.finished_recving:
@@ -384,6 +410,7 @@ class Engine(SchedulerInterface):
                 skipped.append(request)
                 continue
             self.running.append(request)
+            request.status = RequestStatus.RUNNING
             scheduled[request.request_id] = admitted
             budget -= admitted
             has_sync |= request.request_id in self.sync
@@ -420,6 +447,7 @@ class Engine(SchedulerInterface):
             return None
         if not manager.grow(name, computed + count, found):
             return None
+        self.ran.add(name)
         self.connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: manager.get_block_ids(name)), external)
         if external and not parallel:
             self.sync = self.sync | {name}
@@ -462,10 +490,11 @@ class Engine(SchedulerInterface):
         self.preemptions += 1
         self.kv_cache_manager.release(request.request_id)
         request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
         self.waiting.appendleft(request)
 
-    def _end(self, request: Request, *, keep_blocks: bool = False) -> None:
-        name = request.request_id
+    def _end(self, request: Request, status: RequestStatus, *, keep_blocks: bool = False) -> None:
+        name, request.status = request.request_id, status
         table = self.kv_cache_manager.tables.get(name, [])
         _, said = self.connector.request_finished_all_groups(request, (list(table),))
         self.answers[name] = (list(request.output_token_ids), said)
@@ -513,7 +542,9 @@ class Roomy:
     from what each token has seen."""
 
     def __init__(self) -> None:
-        self.model = FakeModel(Ropes(json.dumps(MODEL), 512), ["one"], 1, 1, SIZE, 32)
+        positions = 8192
+        ropes = Ropes(json.dumps({**MODEL, "max_position_embeddings": positions}), positions)
+        self.model = FakeModel(ropes, ["one"], 1, 1, SIZE, 32)
         self.known: dict[Any, list[int]] = {}
 
     def answer(
@@ -539,13 +570,10 @@ def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> lis
     if not params:
         return everything
     lengths, mode, again = params["chunk_lengths"], params.get("chunk_mode", "alone"), params.get("chunk_recompute", "none")
-    system = start = lengths[0]
-    for number, length in enumerate(lengths[1:]):
-        if start <= position < start + length:
-            break
-        start += length
-    else:
+    system, found = lengths[0], chunk_at(lengths, position)
+    if found is None:
         return everything
+    number, start = found
     if again.startswith("question:") and position in _chosen(tuple(prompt), json.dumps(params)):
         return everything
     if again.startswith("link:") and position < start + int(again[5:]) and (mode != "with-system" or number > 0):

@@ -8,6 +8,7 @@ rotated to its position. The tokens that a token saw therefore determine its byt
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from types import SimpleNamespace
@@ -78,6 +79,23 @@ class FakeModel:
                     wrong = places[~right.all((1, 2))]
                     return f"the {what} of tokens {wrong.tolist()} in layer {layer} are wrong"
         return None
+
+
+def chunk_at(lengths: list[int], position: int) -> tuple[int, int] | None:
+    """Returns the number and the first token of the chunk that contains a token of a prompt with parts of these lengths;
+    ``None`` for a token of the system prompt or of the question."""
+    start = lengths[0]
+    for number, length in enumerate(lengths[1:]):
+        if start <= position < start + length:
+            return number, start
+        start += length
+    return None
+
+
+def provide(monkeypatch: Any, recomputer: Any) -> None:
+    """Puts a recomputer in the place of the module that imports torch."""
+    module = SimpleNamespace(Recomputer=lambda *_: recomputer)
+    monkeypatch.setitem(sys.modules, "kvcache.vllm.recompute", module)
 
 
 def choice(tokens: list[int], question_start: int, places: list[int], count: int) -> list[int]:

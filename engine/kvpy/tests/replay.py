@@ -9,12 +9,13 @@ the request's parameters determine.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import golden_calls
-from fake_model import FakeModel, FakeRecomputer
+from fake_model import FakeModel, FakeRecomputer, chunk_at, provide
 from golden_calls import Call, Effects, described, numbers, plain
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -38,6 +39,7 @@ class Scheduler(SchedulerInterface):
         self.failed_recving_kv_req_ids: set[str] = set()
         self.kv_cache_manager = SimpleNamespace(
             get_block_ids=lambda name: (self.tables[name],),
+            get_computed_blocks=lambda request: (None, replay.found_first[request.request_id], 0),
             block_pool=SimpleNamespace(num_gpu_blocks=0),
             evict_blocks=lambda blocks: blocks and replay.effects.note("evict_blocks", plain(blocks)),
         )
@@ -94,9 +96,7 @@ class Replay:
             ropes, golden["config"]["layers"], caches.num_blocks, spec["num_kv_heads"], spec["block_size"], spec["head_size"]
         )
         self.recomputer = FakeRecomputer(self.model)
-        # The module imports torch.
-        recompute = SimpleNamespace(Recomputer=lambda *_: SimpleNamespace(run=self.recompute))
-        monkeypatch.setitem(__import__("sys").modules, "kvcache.vllm.recompute", recompute)
+        provide(monkeypatch, SimpleNamespace(run=self.recompute))
         # As in the recording, so that salts and request IDs are the recorded ones.
         monkeypatch.setattr("kvcache.vllm.names.new_secret", lambda: bytes(32))
         self.effects = Effects(self.salts)
@@ -108,6 +108,7 @@ class Replay:
         self.worker = self.runner.connector
         finished = [args for method, args, *_ in (one for one in self.calls if len(one) > 1) if method.startswith("request_fin")]
         self.outputs = {name: numbers(outputs) for name, _, outputs in finished}
+        self.found_first = _found_first(self.calls)
         self.found: dict[str, int] = {}
         """How many tokens of each request the host's own cache had."""
         self.step: dict[str, Any] = {}
@@ -281,13 +282,10 @@ class Replay:
             return everything
         params = request.kv_transfer_params
         lengths, mode, again = params["chunk_lengths"], params["chunk_mode"], params.get("chunk_recompute", "none")
-        system, start = lengths[0], lengths[0]
-        for number, length in enumerate(lengths[1:]):
-            if start <= position < start + length:
-                break
-            start += length
-        else:
+        system, found = lengths[0], chunk_at(lengths, position)
+        if found is None:
             return everything
+        number, start = found
         apart = mode != "with-system" or number > 0
         if again.startswith("link:") and apart and position < start + int(again[5:]):
             return everything
@@ -297,3 +295,17 @@ class Replay:
         before = int(mode[5:]) if mode.startswith("sink:") else 0 if mode == "alone" else system
         decoys = params["chunk_decoys"][: int(mode[7:])] if mode.startswith("behind:") else []
         return (*tokens[:before], *(token for decoy in decoys for token in decoy), *tokens[start : position + 1])
+
+
+def _found_first(calls: list[Call]) -> dict[str, int]:
+    """Returns the number of tokens that the host's own cache had when it first asked for each request. Requests that
+    are aborted before have none.
+    """
+    found: dict[str, int] = defaultdict(int)
+    for method, args, *rest in (one for one in calls if len(one) > 1):
+        inner = [one for effect in (rest[1] if len(rest) > 1 else None) or () if effect[0] == "add_request" for one in effect[2]]
+        for name, count in _found_first(inner).items():
+            found.setdefault(name, count)
+        if method == "get_num_new_matched_tokens":
+            found.setdefault(args[0], args[1])
+    return found

@@ -104,6 +104,59 @@ def test_the_prompt_of_a_chat_carries_its_tokens() -> None:
     assert ADA in text_of(prompt) and "kvcache" not in text_of(prompt)
 
 
+def asked(*parts: Any) -> list[dict]:
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": list(parts)}]
+
+
+QUESTION = {"type": "text", "text": "Who leads the hall?"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "documents", "reason"),
+    [
+        (asked({"type": "text"}, QUESTION), [], "part 1 of message 2 has no field 'text'"),
+        (asked(QUESTION, {"type": "text", "text": None}), [], "part 2 of message 2 has the text None"),
+        (asked({"type": "text", "text": 7}, QUESTION), [], "part 1 of message 2 has the text 7"),
+        (asked({"text": ADA}, QUESTION), [], "part 1 of message 2 has no field 'type'"),
+        (asked({}, QUESTION), [], "part 1 of message 2 has no field 'type'"),
+        (asked({"type": "input_audio", "input_audio": {}}, QUESTION), [], "part 1 of message 2 has the type 'input_audio'"),
+        (asked(None, QUESTION), [], "part 1 of message 2 is None: it must be a dictionary"),
+        (asked([QUESTION], QUESTION), [], "part 1 of message 2 is .*: it must be a dictionary"),
+        ([{"role": "user", "content": {"text": ADA}}], [BO], "the content of message 1 is .*: it must be a text or a list"),
+        ([{"role": "user", "content": 7}], [BO], "the content of message 1 is 7"),
+        ([{"role": "user"}], [BO], "the last message of the chat must be a question"),
+        ([{"role": "user", "content": []}], [BO], "the last message of the chat must be a question"),
+        ([{"content": "Who?"}], [BO], "the role of message 1 is None"),
+        ([*MESSAGES, {"role": 1, "content": "Who?"}], [BO], "the role of message 3 is 1"),
+        (["Who?"], [BO], "message 1 is 'Who\\?': it must be a dictionary"),
+        ([None], [BO], "message 1 is None"),
+        ("Who?", [BO], "messages is 'Who\\?': it must be a list"),
+        (None, [BO], "messages is None"),
+        (MESSAGES, [ADA, None], "document 2 is None: it must be a text"),
+        (MESSAGES, [7], "document 1 is 7"),
+        (MESSAGES, [[ADA]], "document 1 is .*: it must be a text"),
+        (MESSAGES, [ADA, {}], "document 2 is {}: none of its fields has a text"),
+        (MESSAGES, [{"text": None}], "document 1 is {'text': None}: none of its fields"),
+        (MESSAGES, ADA, "documents is 'Ada Moss runs the office.': it must be a list"),
+        (MESSAGES, {"text": ADA}, "documents is {'text'"),
+        (MESSAGES, None, "the chat has no documents"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [Tokenizer(), Titled()])
+def test_what_has_the_wrong_form_is_named(tokenizer: Tokenizer, messages: Any, documents: Any, reason: str) -> None:
+    with pytest.raises(ChunkRequestError, match=reason):
+        ChunkPrompt.of_chat(tokenizer, messages, documents)
+
+
+def test_a_part_may_be_a_text_and_an_assistant_may_say_nothing() -> None:
+    class Quiet(Tokenizer):
+        def render(self, messages: list[dict], documents: Any) -> str:
+            return super().render([{**one, "content": one["content"] or ""} for one in messages], documents)
+
+    turns = [{"role": "assistant", "content": None}, {"role": "user", "content": [ADA, BO, QUESTION]}]
+    assert chat_parts(Quiet(), turns)[1] == [ADA + "\n\n", BO + "\n\n"]
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "messages", "documents", "reason"),
     [

@@ -90,6 +90,36 @@ def test_aborted_and_refused_requests_count_no_tokens(monkeypatch: pytest.Monkey
     assert counted.counts() == (0, 0) and counted.sums["chunk_requests_refused"] == 2
 
 
+@pytest.mark.parametrize("params", [{"chunk_lengths": LENGTHS}, {"chunk_lengths": LENGTHS, "chunk_recompute": "link:4"}, {"chunk_lengths": [20, 300]}])
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_request_that_is_aborted_counts_nowhere(steps: int, params: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any state: waiting, receiving, running, and refused."""
+    counted = Counted(monkeypatch, delay=lambda: 1)
+    counted.engine.ask("one", prompt(LENGTHS), count=50, **params)
+    for _ in range(steps):
+        counted.engine.step()
+    counted.engine.abort("one")
+    counted.engine.run(50)
+    assert counted.counts() == (0, 0) and counted.sums["chunk_requests_refused"] == 0
+    # What it left is found by the next request, which is counted.
+    assert counted.ask("two", prompt(LENGTHS), **params) is not None
+    refused = "chunk_recompute" not in params and params["chunk_lengths"] != LENGTHS
+    assert sum(counted.counts()) == (0 if refused else 90) and counted.sums["chunk_requests_refused"] == refused
+
+
+def test_tokens_that_another_request_computed_are_reused_also_if_the_own_encode_was_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch, step_tokens=8)
+    engine = counted.engine
+    engine.ask("first", prompt(LENGTHS), chunk_lengths=LENGTHS)
+    engine.step()
+    engine.abort(next(name for name in engine.requests if "encode" in name))
+    # Both need the system prompt now, and the second one asks first.
+    engine.ask("second", prompt(LENGTHS), chunk_lengths=LENGTHS)
+    engine.run(200)
+    assert [engine.answers[name][1] for name in ("first", "second")] == [said(20, 70), said(70, 20)]
+    assert counted.counts() == (90, 90)
+
+
 def test_tokens_of_the_tier_count_when_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch, prefix_memory=64 * SIZE * ROW)
     tokens = list(range(10, 10 + 4 * SIZE))
@@ -111,8 +141,11 @@ def test_gauges_follow_a_reset_although_nothing_is_counted(monkeypatch: pytest.M
     counted.ask("plain", list(range(10, 60)))
     assert all(0 < value <= 1 for value in counted.gauges.values()) and len(counted.gauges) == 2
     before = dict(counted.sums)
+    assert not counted.engine.has_requests()
     counted.engine.reset()
-    counted.engine.step()
+    # vLLM is idle, and runs a step only if it has something to do.
+    counted.engine.run(5)
+    assert not counted.engine.has_requests()
     assert set(counted.gauges.values()) == {0} and counted.sums == before
 
 

@@ -12,6 +12,8 @@ import pytest
 from fake_engine import ROW, SIZE, Engine, Roomy, context
 
 ROOMY = Roomy()
+HELD = 24 + 32 + 40
+"""The number of tokens in host memory of parts of 20, 30 and 40 tokens."""
 
 
 def prompt(lengths: list[int], first: int = 10, question: int = 6) -> list[int]:
@@ -111,6 +113,89 @@ def test_a_request_waits_for_room_until_others_have_let_go(monkeypatch: pytest.M
     nothing_held(engine)
 
 
+@pytest.mark.parametrize("policy", ["lru", "tiny-lfu", "s3-fifo", "priority"])
+def test_a_request_that_waits_for_room_evicts_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is being copied in holds most of the memory, and another chunk is there for later."""
+    engine = Engine(monkeypatch, host_memory=(24 + 32 + 40 + 16) * ROW, cache_policy=policy, delay=lambda: 8)
+    asked = {
+        "kept": (prompt([8, 8], first=300), {"chunk_lengths": [8, 8]}),
+        "large": (prompt([20, 30, 40]), {"chunk_lengths": [20, 30, 40]}),
+        "waits": (prompt([8, 30], first=200), {"chunk_lengths": [8, 30]}),
+    }
+    engine.ask("kept", asked["kept"][0], **asked["kept"][1])
+    engine.run(50)
+    # An idle engine would wait for the copies.
+    engine.ask("busy", [3, 4, 5], count=40)
+    for name in ("large", "waits"):
+        engine.ask(name, asked[name][0], **asked[name][1])
+    for _ in range(8):
+        engine.step()
+        assert engine.side.chunks.cache.get_metrics().evictions == 0, "nothing is gained by an eviction"
+    assert engine.side.chunks.pieces.queue, "the request waits"
+    engine.run(100)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+class Watched:
+    """A chunk cache whose calls are noted."""
+
+    def __init__(self, engine: Engine, calls: list[str]) -> None:
+        self.cache, self.calls = engine.side.chunks.cache, calls
+        engine.side.chunks.pieces.cache = self
+
+    def __getattr__(self, name: str) -> object:
+        self.calls.append(name)
+        return getattr(self.cache, name)
+
+
+@pytest.mark.parametrize("memory", [HELD, HELD - 8])
+def test_the_parts_of_a_request_that_waits_for_room_are_hashed_once_more(memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight requests that each need the whole memory, or more, and that try again whenever another one has let go."""
+    engine, calls = Engine(monkeypatch, host_memory=memory * ROW), []
+    Watched(engine, calls)
+    asked = {}
+    for number in range(8):
+        asked[f"{number}"] = (prompt([20, 30, 40], first=10 + 50 * number), {"chunk_lengths": [20, 30, 40]})
+        engine.ask(f"{number}", asked[f"{number}"][0], **asked[f"{number}"][1])
+    engine.run(300)
+    assert 0 < calls.count("compute_chunk_hash") <= 3 * 8, f"{calls.count('compute_chunk_hash')} parts of 24"
+    answers(engine, asked, refused=() if memory == HELD else tuple(asked))
+    nothing_held(engine)
+
+
+def test_the_parts_of_a_request_are_hashed_once_in_each_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lookup itself hashes them, and returns the hashes."""
+    engine, calls = Engine(monkeypatch, max_chunk_tokens=16), []
+    Watched(engine, calls)
+    asked = {}
+    for name in ("cold", "warm"):
+        lengths = [20, 30, 40] if name == "cold" else [20, 30, 40, 10]
+        asked[name] = (prompt(lengths), {"chunk_lengths": lengths})
+        engine.ask(name, asked[name][0], **asked[name][1])
+        engine.run(50)
+    assert calls.count("acquire_all") == 2 and "compute_chunk_hash" not in calls, calls
+    answers(engine, asked)
+
+
+@pytest.mark.parametrize(("memory", "fits"), [(103, False), (104, True), (0, False), (4096, True)])
+def test_a_question_chooses_only_in_prompts_that_its_memory_can_hold(memory: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the prompt in which the question chooses has 13 blocks."""
+    engine = Engine(monkeypatch, question_memory=memory * ROW)
+    lengths = [20, 30, 40]
+    params = {"chunk_lengths": lengths, "chunk_recompute": "question:0.5"}
+    tokens = prompt(lengths, question=12)
+    engine.ask("one", tokens, **params)
+    engine.ask("linked", tokens, chunk_lengths=lengths, chunk_recompute="link:4")
+    engine.run(50)
+    if not fits:
+        reason = engine.answers["one"][1]["chunk_error"]
+        assert f"at most {memory // SIZE * SIZE} tokens" in reason and "this one has 102; raise question_memory" in reason
+        assert engine.recomputer.chosen == {}
+    answers(engine, {"one": (tokens, params), "linked": (tokens, {**params, "chunk_recompute": "link:4"})}, refused=() if fits else ("one",))
+    nothing_held(engine)
+
+
 @pytest.mark.parametrize(
     ("settings", "lengths", "reason"),
     [
@@ -154,6 +239,22 @@ def test_prompts_of_very_many_or_very_long_parts_are_answered(lengths: list[int]
     asked = {"one": (prompt(lengths, first), {"chunk_lengths": lengths})}
     engine.ask("one", asked["one"][0], **asked["one"][1])
     engine.run(300)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+def test_a_part_of_4096_pieces_is_answered_and_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, settings = [8, 4096, 5], {"positions": 8192, "blocks": 1200, "step_tokens": 2048}
+    engine = Engine(monkeypatch, max_chunk_tokens=1, host_memory=4200 * SIZE * ROW, **settings)
+    own = [10 + n % 480 for n in range(4096)]
+    asked = {}
+    for name, first in (("one", 3), ("other", 7)):
+        tokens = [*range(first, first + 8), *own, 5, 6, 7, 8, 9, 3, 4]
+        asked[name] = (tokens, {"chunk_lengths": lengths})
+        engine.ask(name, tokens, count=1, **asked[name][1])
+        engine.run(60)
+    assert engine.answers["other"][1] == {"chunk_tokens_reused": 4096 + 5, "chunk_tokens_computed": 8}
+    assert engine.side.chunks.cache.get_metrics().cached_chunks > 4096
     answers(engine, asked)
     nothing_held(engine)
 
@@ -275,6 +376,48 @@ def test_a_request_that_finds_everything_in_the_engines_own_cache_holds_nothing(
         assert not engine.side.chunks.pieces.states
     engine.run(50)
     answers(engine, asked)
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("recompute", ["none", "link:4", "question:0.5"])
+@pytest.mark.parametrize("evicted", [1, 2, 3])
+def test_chunks_that_the_engine_has_in_its_own_blocks_are_not_computed_again(evicted: int, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host memory has lost some or all of the chunks."""
+    engine = Engine(monkeypatch)
+    lengths = [24, 32, 40]
+    params = {"chunk_lengths": lengths, "chunk_recompute": recompute}
+    tokens = prompt(lengths, question=2 * SIZE)
+    for name in ("first", "second"):
+        engine.ask(name, tokens, count=12, **params)
+        engine.run(50)
+        if name == "first":
+            assert sum(engine.side.chunks.cache.evict_lru() for _ in range(evicted)) == evicted
+    assert engine.encodes == 3, "a chunk was computed again"
+    assert engine.answers["second"][1] == {"chunk_tokens_reused": 96, "chunk_tokens_computed": 0}
+    answers(engine, {name: (tokens, params) for name in ("first", "second")})
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("recompute", ["none", "link:4"])
+def test_only_chunks_that_the_engine_lacks_are_fetched(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has lost the end of the prompt, and the host memory everything."""
+    engine = Engine(monkeypatch)
+    lengths = [24, 32, 40]
+    params = {"chunk_lengths": lengths, "chunk_recompute": recompute}
+    tokens = prompt(lengths)
+    engine.ask("first", tokens, **params)
+    engine.run(50)
+    while engine.side.chunks.cache.evict_lru():
+        pass
+    # The engine asks before the blocks are evicted, and finds fewer of them later.
+    engine.ask("second", tokens, **params)
+    manager, request = engine.kv_cache_manager, engine.requests["second"]
+    assert engine.encodes == 3, "the engine has everything"
+    manager.evict_blocks({manager.block_of[key] for key in request.block_hashes[8:] if key in manager.block_of})
+    engine.run(50)
+    assert engine.encodes == 4, "more than the last chunk was computed"
+    assert engine.answers["second"][1] == {"chunk_tokens_reused": 56, "chunk_tokens_computed": 40}
+    answers(engine, {"first": (tokens, params), "second": (tokens, params)})
     nothing_held(engine)
 
 

@@ -37,6 +37,21 @@ def test_modes_determine_what_chunks_see_and_links_what_is_recomputed() -> None:
     assert plan("alone", "link:0").linked() == [] and plan("alone").linked() == []
     for mode in ("sink:2", "behind:1"):
         assert [(run.start, run.end) for run in plan(mode).apart()] == [(3, 5), (5, 9)]
+    # The whole system prompt is everything before the first chunk.
+    for mode in ("sink:3", "sink:9", "with-system"):
+        assert [(run.start, run.end) for run in plan(mode, "link:3").linked()] == [(5, 8)]
+
+
+def test_a_first_chunk_without_anything_before_it_is_not_recomputed() -> None:
+    def plan(mode: str, recompute: str):
+        params = {"chunk_lengths": [0, 5, 4], "chunk_mode": mode, "chunk_recompute": recompute, "chunk_decoys": [[70, 71]]}
+        return prompt.plan_of(params, list(range(12)))
+
+    assert [(run.start, run.end) for run in plan("alone", "link:3").linked()] == [(5, 8)]
+    assert [(part.start, part.end) for part in plan("alone", "question:1").apart()] == [(5, 9)]
+    assert [plan("alone", f"question:{share}").chosen_tokens() for share in ("0.2", "1")] == [2, 4]
+    # A decoy is not part of the prompt, so the chunk must forget it.
+    assert [(run.start, run.end) for run in plan("behind:1", "link:3").linked()] == [(0, 3), (5, 8)]
 
 
 def test_a_share_counts_all_chunks_but_is_taken_from_chunks_that_have_not_seen_everything() -> None:
@@ -115,6 +130,9 @@ def test_a_prompt_needs_no_system_prompt_where_chunks_do_not_see_one() -> None:
     [
         (["one", ""], "which?", "document 2 of 2 has no tokens: ''"),
         ([" "], "which?", "document 1 of 1 has no tokens: ' '"),
+        (["one", None], "which?", "document 2 of 2 is None: it must be a text"),
+        ([{"text": "one"}], "which?", "document 1 of 1 is {'text': 'one'}: it must be a text"),
+        ("one", "which?", "documents is 'one': it must be a list of texts"),
         ([], "which?", "there are no documents"),
         (["one"], "", "the question has no tokens: ''"),
     ],

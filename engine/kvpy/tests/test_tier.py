@@ -7,7 +7,7 @@ import random
 import pytest
 from fake_engine import ROW, SIZE, Engine, Roomy, context
 
-from kvcache import BlockPool
+from kvcache import BlockPool, BlockTable, KvCacheError, prefix_keys
 
 ROOMY = Roomy()
 BLOCK = SIZE * ROW
@@ -34,8 +34,6 @@ def nothing_lost(engine: Engine, prompts: list[list[int]]) -> None:
     """Checks that every block in the tier can be found from the beginning of a prompt."""
     tier, reachable = engine.side.prefixes, set()
     root = tier.roots.of(type("Plain", (), {"lora_request": None, "cache_salt": None}))
-    from kvcache import prefix_keys
-
     for tokens in prompts:
         hold = tier.pool.lookup(prefix_keys(root, tokens, SIZE))
         reachable.update(hold.ids)
@@ -118,6 +116,86 @@ def test_a_pool_of_chains_evicts_from_their_ends(policy: str) -> None:
         BlockPool(8, ttl=1.0, chains=True)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tables_over_a_pool_of_chains_leave_no_block_that_is_not_found(policy: str) -> None:
+    """Tables find the beginning of a prompt, share the rest block by block, and are released in any order."""
+    draw = random.Random(11)
+    pool = BlockPool(24, policy=policy, chains=True)
+    prompts = [prefix_keys(bytes(32), [*range(4 * (2 + n)), *range(100 * n, 100 * n + 40)], 4)[:12] for n in range(1, 7)]
+    held: list[BlockTable] = []
+    for number in range(600):
+        keys = draw.choice(prompts)[: draw.randrange(1, 13)]
+        found = pool.lookup(keys)
+        table = BlockTable(pool, 4, prefix=found) if len(found) else BlockTable(pool, 4)
+        try:
+            for index in range(len(table.block_ids), len(keys)):
+                table.grow(4)
+                table.share_full([keys[index]], keys[index - 1] if index else None)
+        except KvCacheError:
+            pass
+        held.append(table)
+        if draw.random() < 0.3:
+            held.append(table.fork())
+        while len(held) > draw.randrange(3):
+            held.pop(draw.randrange(len(held))).release()
+        for _ in range(draw.randrange(3)):
+            pool.lookup(draw.choice(prompts)[: draw.randrange(1, 13)]).release()
+        reachable = set()
+        for keys in prompts:
+            hold = pool.lookup(keys)
+            reachable.update(hold.ids)
+            hold.release()
+        counts = pool.counts()
+        assert counts["cached"] + counts["shared"] == len(reachable), f"round {number}: blocks are kept that nothing finds"
+        pool.check_invariants()
+    assert pool.counts()["evictions"] > 100
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("step_tokens", [SIZE, 64])
+@pytest.mark.parametrize("tier", [1, 5, 12])
+def test_a_prompt_larger_than_the_tier_is_not_looked_up_in_every_step(
+    tier: int, step_tokens: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, lookups = engine_of(monkeypatch, tier, policy, step_tokens=step_tokens), []
+    pool = engine.side.prefixes.pool
+    engine.side.prefixes.pool = Watched(pool, lookups)
+    tokens = list(range(10, 10 + 16 * SIZE))
+    engine.ask("long", tokens, count=60)
+    engine.run(200)
+    assert len(lookups) <= tier + 3, f"{len(lookups)} lookups for {tier} blocks in {engine.steps} steps"
+    assert pool.counts()["cached"] == tier
+    engine.side.prefixes.pool = pool
+    assert found(engine, "again", tokens) == tier * SIZE
+
+
+class Watched:
+    """A pool that notes its lookups."""
+
+    def __init__(self, pool: BlockPool, lookups: list[int]) -> None:
+        self.pool, self.lookups = pool, lookups
+
+    def lookup(self, keys: list[bytes]) -> object:
+        self.lookups.append(len(keys))
+        return self.pool.lookup(keys)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.pool, name)
+
+
+def test_a_long_prompt_goes_on_being_saved_when_others_have_left_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(monkeypatch, 6, step_tokens=64)
+    other = engine.side.prefixes.pool.allocate(4)
+    tokens = list(range(10, 10 + 3 * SIZE))
+    engine.ask("long", tokens, count=5 * SIZE)
+    for _ in range(10):
+        engine.step()
+    assert engine.side.prefixes.pool.counts()["cached"] == 2
+    other.release()
+    engine.run(100)
+    assert engine.side.prefixes.pool.counts()["cached"] == 6
+
+
 class Router:
     """A router's view of the tier, from events: the tokens of each block, by hash."""
 
@@ -153,6 +231,15 @@ def test_events_of_the_tier_follow_its_blocks(policy: str, monkeypatch: pytest.M
             engine.reset()
             router.follow()
             assert not router.blocks
+    assert router.blocks and not engine.requests
+    engine.reset()
+    engine.run(5)
+    assert not engine.has_requests()
+    router.follow()
+    assert not router.blocks, "an idle vLLM tells routers of a reset"
+    engine.ask("after", list(range(10, 10 + SIZE)), count=2)
+    engine.run(50)
+    router.follow()
     found = {tuple(tokens) for tokens in router.blocks.values()}
     assert tuple(range(10, 10 + SIZE)) in found
 

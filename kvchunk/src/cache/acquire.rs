@@ -1,9 +1,11 @@
 //! Acquires a piece: the request gets a hold on it, computes it, waits for another request that computes it,
 //! or does without the cache.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::search::{Acquired, PieceRequest, Searched};
+use super::state::CacheState;
 use super::tenant::TenantId;
 use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache};
 use crate::hash::ChunkPiece;
@@ -43,20 +45,52 @@ impl ChunkCacheManager {
     }
 
     /// Acquires the pieces of a whole prompt, each given with the position to store it at. Every stored piece
-    /// is held before room is made for a missing one, so a prompt never evicts its own pieces.
+    /// is held before room is made for a missing one, so a prompt never evicts its own pieces. If there is no
+    /// room for all missing pieces together, nothing is evicted, and each of them is
+    /// [`NoRoom`](Acquired::NoRoom).
     ///
     /// The result has the order of `pieces`. A missing piece that occurs twice is reserved once, and is
     /// [`Busy`](Acquired::Busy) the second time.
     pub fn acquire_all(&self, tenant: TenantId, pieces: &[(ChunkPiece<'_>, i64)]) -> Vec<Acquired> {
         let held: Vec<_> = pieces.iter().map(|(piece, _)| self.hold(piece)).collect();
+        let missing = pieces.iter().zip(&held).filter(|(_, held)| held.is_none());
+        let have_room = self.have_room(tenant, missing.map(|(piece, _)| piece));
         let each = pieces.iter().zip(held).map(|((piece, stored_start), held)| match held {
             Some(hold) => {
                 self.count_hit(tenant, &hold);
                 Acquired::Hit(hold)
             }
-            None => self.acquire(tenant, piece, *stored_start),
+            None if have_room || !self.needs_room(&self.0.lock(), piece, *stored_start) => {
+                self.acquire(tenant, piece, *stored_start)
+            }
+            None => {
+                self.go_without(tenant);
+                Acquired::NoRoom
+            }
         });
         each.collect()
+    }
+
+    /// Returns whether there would be room for all of these pieces if every piece without holders were evicted.
+    fn have_room<'a, 't: 'a>(
+        &self,
+        tenant: TenantId,
+        pieces: impl Iterator<Item = &'a (ChunkPiece<'t>, i64)>,
+    ) -> bool {
+        let state = self.0.lock();
+        let new = pieces.filter(|(piece, stored_start)| self.needs_room(&state, piece, *stored_start));
+        let blocks: HashMap<_, _> =
+            new.map(|(piece, _)| (piece.hash().key, piece.hash().num_blocks)).collect();
+        state.has_room(&self.0.pool, state.known(tenant), blocks.values().sum())
+    }
+
+    /// Returns whether a piece that is not stored and awake needs room: no other request computes it, and no piece of
+    /// another system prompt can take its place.
+    fn needs_room(&self, state: &CacheState, piece: &ChunkPiece<'_>, stored_start: i64) -> bool {
+        let is_under_way = state.under_way.contains_key(&piece.hash().key);
+        let reuses = self.0.config.cross_system_reuse;
+        let has_other = reuses && state.find_any_system(piece, stored_start).is_some();
+        !is_under_way && !has_other
     }
 
     /// Holds the piece if it is stored and awake. The hold does not count as a hit until

@@ -335,6 +335,13 @@ impl CacheState {
         self.remove(slot)
     }
 
+    /// Returns whether evicting all pieces without holders would make room for `n` more blocks of a tenant.
+    pub(crate) fn has_room(&self, pool: &ChunkBlockPool, tenant: TenantId, n: usize) -> bool {
+        let idle: usize = self.accounts.iter().map(|account| account.idle).sum();
+        let account = &self.accounts[tenant.0 as usize];
+        account.used - account.idle + n <= account.quota && n <= pool.num_free_blocks() + idle
+    }
+
     /// Allocates `n` blocks for a tenant, evicting pieces without holders as needed. Returns `None`, without
     /// evicting anything, if evicting all such pieces would not make enough room.
     pub(crate) fn room(
@@ -344,10 +351,7 @@ impl CacheState {
         n: usize,
         now: u64,
     ) -> Option<MutableBlocks> {
-        let idle: usize = self.accounts.iter().map(|account| account.idle).sum();
-        let account = self.account(tenant);
-        let fits_quota = account.used - account.idle + n <= account.quota;
-        if !fits_quota || n > pool.num_free_blocks() + idle {
+        if !self.has_room(pool, tenant, n) {
             return None;
         }
         while self.account(tenant).used + n > self.account(tenant).quota {

@@ -58,6 +58,55 @@ fn nothing_to_evict_means_no_room_and_nothing_lost() {
     w.check();
 }
 
+impl World {
+    /// Acquires pieces together. Describes each outcome by a letter: a hit, a reservation, busy or no room.
+    fn acquire_all(&self, pieces: &[&[u32]]) -> (String, Vec<Acquired>) {
+        let pieces: Vec<_> =
+            pieces.iter().map(|tokens| (self.hasher.pieces(tokens, usize::MAX).next().unwrap(), 0)).collect();
+        let acquired = self.cache.acquire_all(self.tenant, &pieces);
+        let letter = |one: &Acquired| match one {
+            Acquired::Hit(_) => 'h',
+            Acquired::Compute(_) => 'c',
+            Acquired::Busy(_) => 'b',
+            Acquired::NoRoom => 'n',
+        };
+        (acquired.iter().map(letter).collect(), acquired)
+    }
+}
+
+#[test]
+fn pieces_that_do_not_fit_together_evict_nothing() {
+    let w = World::new(8);
+    let (a, b, c, d) = ([1; 8], [2; 8], [3; 8], [4; 16]);
+    drop(w.store(&a));
+    drop(w.store(&b));
+    drop(w.store(&c));
+    // One hit, and room for one of the two missing pieces after evictions.
+    let (outcomes, acquired) = w.acquire_all(&[&[5; 4], &a, &[6; 24]]);
+    assert_eq!((outcomes.as_str(), w.cache.metrics().evictions, w.free()), ("nhn", 0, 2));
+    drop(acquired);
+    w.check();
+    // A repeated piece takes room once.
+    let (outcomes, acquired) = w.acquire_all(&[&d, &a, &d, &b]);
+    assert_eq!((outcomes.as_str(), w.cache.metrics().evictions), ("chbh", 1));
+    // A piece that is being computed takes no room, and pieces of other requests still do.
+    let (others, more) = w.acquire_all(&[&d, &c]);
+    assert_eq!((others.as_str(), w.cache.metrics().evictions), ("bn", 1));
+    drop((acquired, more));
+    assert!(w.lookup(&a).is_some() && w.lookup(&b).is_some() && w.lookup(&c).is_none());
+    w.check();
+}
+
+#[test]
+fn pieces_that_are_as_large_as_the_pool_together_fit() {
+    let w = World::new(8);
+    drop(w.store(&[1; 16]));
+    let (outcomes, acquired) = w.acquire_all(&[&[2; 8], &[3; 12], &[4; 12]]);
+    assert_eq!((outcomes.as_str(), w.free(), w.cache.metrics().evictions), ("ccc", 0, 1));
+    drop(acquired);
+    w.check();
+}
+
 #[test]
 fn the_number_of_chunks_is_limited() {
     let w = World::with(100, ChunkCacheConfig { max_chunks: 2, ..ChunkCacheConfig::default() }, None);

@@ -7,13 +7,13 @@ use kvmanager::ChainLinks;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-const BLOCKS: u32 = 24;
+pub(crate) const BLOCKS: u32 = 24;
 const BLOCK: usize = 4;
 /// The length of the longest prompt, in blocks.
-const LONGEST: usize = 12;
+pub(crate) const LONGEST: usize = 12;
 
 #[derive(Debug, Clone)]
-enum Op {
+pub(crate) enum Op {
     /// Registers the missing blocks of a prompt one by one, each released before the next one.
     OneByOne(u32, usize),
     /// Fills a sequence's table block by block, and releases it as a whole.
@@ -26,8 +26,8 @@ enum Op {
     Clear,
 }
 
-fn op() -> impl Strategy<Value = Op> {
-    let prompt = (0..6u32, 1..=LONGEST);
+pub(crate) fn op() -> impl Strategy<Value = Op> {
+    let prompt = (0..PROMPTS, 1..=LONGEST);
     prop_oneof![
         6 => prompt.clone().prop_map(|(n, len)| Op::OneByOne(n, len)),
         2 => prompt.clone().prop_map(|(n, len)| Op::Table(n, len)),
@@ -38,21 +38,26 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-struct World {
+pub(crate) struct World {
     links: Option<ChainLinks>,
-    pool: BlockPool,
+    pub(crate) pool: BlockPool,
     held: Vec<SharedBlocks>,
 }
 
 impl World {
     fn new(kind: PolicyKind, linked: bool) -> Self {
         let links = linked.then(ChainLinks::default);
-        let config = PoolConfig::default().shards(1);
+        let config = PoolConfig::default();
         let config = match &links {
             Some(links) => config.custom_policy(links.policy(kind)),
             None => config.policy(kind),
         };
-        Self { links, pool: BlockPool::with_config(0..BLOCKS, config).unwrap(), held: Vec::new() }
+        Self::of(links, config)
+    }
+
+    pub(crate) fn of(links: Option<ChainLinks>, config: PoolConfig) -> Self {
+        let pool = BlockPool::with_config(0..BLOCKS, config.shards(1)).unwrap();
+        Self { links, pool, held: Vec::new() }
     }
 
     fn link(&self, parent: Option<BlockKey>, key: BlockKey) {
@@ -61,7 +66,7 @@ impl World {
         }
     }
 
-    fn run(&mut self, op: &Op) {
+    pub(crate) fn run(&mut self, op: &Op) {
         match *op {
             Op::OneByOne(n, len) => {
                 let keys = keys(n, len);
@@ -72,8 +77,9 @@ impl World {
                         return;
                     }
                     let parent = i.checked_sub(1).map(|i| keys[i]);
+                    let held = block.register(parent, &keys[i..=i]).unwrap();
                     self.link(parent, keys[i]);
-                    drop(block.register(parent, &keys[i..=i]).unwrap());
+                    drop(held);
                 }
             }
             Op::Table(n, len) => {
@@ -86,8 +92,8 @@ impl World {
                         return;
                     }
                     let parent = i.checked_sub(1).map(|i| keys[i]);
-                    self.link(parent, keys[i]);
                     table.share_full(parent, &keys[i..=i]).unwrap();
+                    self.link(parent, keys[i]);
                 }
             }
             Op::Hit(n, len) => drop(self.pool.lookup_chain(&keys(n, len))),
@@ -101,7 +107,7 @@ impl World {
     /// Returns the number of blocks with a key that no lookup finds.
     fn lost(&self) -> usize {
         let mut found: BTreeSet<u32> = BTreeSet::new();
-        for n in 0..6 {
+        for n in 0..PROMPTS {
             found.extend(self.pool.lookup_chain(&keys(n, LONGEST)).ids().iter().map(|id| id.0));
         }
         let counts = self.pool.counts();
@@ -109,9 +115,12 @@ impl World {
     }
 }
 
+/// The number of prompts.
+pub(crate) const PROMPTS: u32 = 6;
+
 /// Returns the keys of a prompt. Prompts share their beginnings: 0 to 2, and 3 to 5, each differ after a few
 /// blocks.
-fn keys(n: u32, len: usize) -> Vec<BlockKey> {
+pub(crate) fn keys(n: u32, len: usize) -> Vec<BlockKey> {
     let shared = 2 + n as usize;
     let token = |block: usize| if block < shared { 100 + n / 3 } else { n };
     let tokens: Vec<u32> = (0..len).flat_map(|block| [token(block); BLOCK]).collect();

@@ -319,6 +319,8 @@ class ChunkWaiter:
 
     @property
     def is_over(self) -> bool: ...
+    @property
+    def chunk_hash(self) -> ChunkHash: ...
 
 @final
 class ChunkCacheManager:

@@ -27,9 +27,10 @@ def chat_parts(tokenizer: Any, messages: Sequence[dict[str, Any]], documents: Se
     Raises ``ChunkRequestError`` if there are no documents, or if the template does not render each one as it is.
     """
     messages, parts = _without_parts(messages)
+    documents = _check_documents(documents)
     if parts and documents:
         raise ChunkRequestError("pass the documents either as content parts of the last message or as documents, not both")
-    documents = list(documents) or parts
+    documents = documents or parts
     if not documents:
         raise ChunkRequestError("the chat has no documents; pass documents, or several content parts in the last message")
     if any(END.format("")[:-1] in str(one) or BEGIN.format("")[:-1] in str(one) for one in (messages, documents)):
@@ -53,21 +54,58 @@ def chat_parts(tokenizer: Any, messages: Sequence[dict[str, Any]], documents: Se
 
 def _without_parts(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Document]]:
     """Returns the messages with texts as contents, and the documents among the parts of the last one."""
+    if not isinstance(messages, (list, tuple)):
+        raise ChunkRequestError(f"messages is {messages!r}: it must be a list of messages")
     plain, documents = [], []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict):
+            raise ChunkRequestError(f"message {number} is {message!r}: it must be a dictionary with a role and a content")
+        if not isinstance(message.get("role"), str):
+            raise ChunkRequestError(f"the role of message {number} is {message.get('role')!r}: it must be a text, such as 'user'")
         content = message.get("content")
         if isinstance(content, (list, tuple)):
-            other = [part for part in content if part.get("type") != "text"]
-            if other:
-                raise ChunkRequestError(f"message {number + 1} has a content part of type {other[0].get('type')!r}; chunks are text")
-            texts = [part["text"] for part in content]
-            if number == len(messages) - 1:
+            texts = [_text_of(part, f"part {at} of message {number}") for at, part in enumerate(content, start=1)]
+            if number == len(messages):
                 documents, texts = list(texts[:-1]), texts[-1:]
             content = "".join(texts)
+        elif not isinstance(content, (str, type(None))):
+            raise ChunkRequestError(f"the content of message {number} is {content!r}: it must be a text or a list of parts")
         plain.append({**message, "content": content})
-    if not plain or not isinstance(plain[-1]["content"], str):
+    if not plain or not plain[-1]["content"]:
         raise ChunkRequestError("the last message of the chat must be a question with a text")
     return plain, documents
+
+
+def _text_of(part: Any, name: str) -> str:
+    """Returns the text of a content part."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise ChunkRequestError(f"{name} is {part!r}: it must be a dictionary such as {{'type': 'text', 'text': 'a document'}}")
+    if "type" not in part:
+        raise ChunkRequestError(f"{name} has no field 'type'; the type of a document is 'text'")
+    if part["type"] != "text":
+        raise ChunkRequestError(f"{name} has the type {part['type']!r}; chunks are text")
+    if not isinstance(part.get("text"), str):
+        reason = f"has the text {part['text']!r}, which is not a text" if "text" in part else "has no field 'text'"
+        raise ChunkRequestError(f"{name} {reason}")
+    return part["text"]
+
+
+def _check_documents(documents: Sequence[Document]) -> list[Document]:
+    """Returns the documents as a list. Raises ``ChunkRequestError`` for one that is neither a text nor a dictionary with
+    texts."""
+    if documents is None:
+        return []
+    if not isinstance(documents, (list, tuple)):
+        raise ChunkRequestError(f"documents is {documents!r}: it must be a list of texts or dictionaries")
+    for number, one in enumerate(documents, start=1):
+        if isinstance(one, dict):
+            if not any(isinstance(text, str) and text for text in one.values()):
+                raise ChunkRequestError(f"document {number} is {one!r}: none of its fields has a text")
+        elif not isinstance(one, str):
+            raise ChunkRequestError(f"document {number} is {one!r}: it must be a text, or a dictionary such as {{'title': '', 'text': 'a document'}}")
+    return list(documents)
 
 
 def _marked(document: Document, number: int) -> Any:

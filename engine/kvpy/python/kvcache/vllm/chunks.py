@@ -70,8 +70,7 @@ class Chunks:
         )
         self.pieces = Pieces(config, shape.num_blocks, shape.block_size)
         self.new_encodes: list[Request] = []
-        self.num_refused = 0
-        self.served = {"chunk_tokens_reused": 0, "chunk_tokens_computed": 0}
+        self.answered = {"chunk_tokens_reused": 0, "chunk_tokens_computed": 0, "chunk_requests_refused": 0}
         """The sums of what the answers of requests with chunks say."""
 
     @property
@@ -92,7 +91,9 @@ class Chunks:
             return
         state = tracked.chunks = ChunkState(plan, request.cache_salt, self.roots.of(request))
         set_salt(request, self._salt(request, state))
-        self._acquire(tracked, state)
+        _, state.first, _ = self.host.kv_cache_manager.get_computed_blocks(request)
+        if not state.is_held():
+            self._acquire(tracked, state)
         self.submit()
 
     def _plan(self, request: Request) -> ChunkPlan | None:
@@ -114,12 +115,17 @@ class Chunks:
             )
         if plan.recompute != "none" and self.no_recompute is not None:
             raise ChunkRequestError(f"{self.no_recompute}; use chunk_recompute none")
+        tokens, most = len(request.prompt_token_ids), self.shape.question_tokens
+        if plan.chosen_tokens() > 0 and tokens > most:
+            raise ChunkRequestError(
+                f"a question chooses in prompts of at most {most} tokens here, and this one has {tokens}; "
+                "raise question_memory, or use chunk_recompute link:K"
+            )
         return plan
 
     def _refuse(self, tracked: Tracked, reason: str) -> None:
         logger.warning("request %s is answered without chunks: %s", tracked.request.request_id, reason)
         tracked.refused = reason
-        self.num_refused += 1
 
     def go_without(self, tracked: Tracked, reason: str, *, after_chunks: bool) -> None:
         """Lets vLLM compute the rest of the request. ``after_chunks`` is true if some of its blocks hold
@@ -189,7 +195,7 @@ class Chunks:
             priority=request.priority,
             block_hasher=request._block_hasher,
         )
-        encode = Encode(name, self, len(before), len(before) + len(own), missing)
+        encode = Encode(name, self, len(before), len(before) + len(own), missing, state)
         self.requests[name] = Tracked(computing, encode=encode)
         self.new_encodes.append(computing)
         return encode
@@ -243,14 +249,18 @@ class Chunks:
         if tracked.chunks is not None:
             self.pieces.let_go(tracked.chunks)
 
-    def ended(self, state: ChunkState) -> dict[str, int] | None:
-        """Counts a request that has ended. Returns what its answer says about its chunks; None if vLLM has not run
-        it."""
-        if not state.is_served:
+    def ended(self, tracked: Tracked, *, was_answered: bool) -> dict[str, Any] | None:
+        """Returns what the answer of a request says about its chunks; None if it named none or vLLM has not run it.
+        Counts the request if it was answered."""
+        if tracked.refused is not None:
+            self.answered["chunk_requests_refused"] += was_answered
+            return {"chunk_error": tracked.refused}
+        if tracked.chunks is None or not tracked.chunks.is_served:
             return None
-        counts = state.counts()
-        for name, count in counts.items():
-            self.served[name] += count
+        counts = tracked.chunks.counts()
+        if was_answered:
+            for name, count in counts.items():
+                self.answered[name] += count
         return counts
 
     def reset(self) -> list[str]:
@@ -265,6 +275,7 @@ class Chunks:
         state = tracked.chunks
         if state is None:
             return None
+        state.first = num_computed
         if not state.is_held():
             self._acquire(tracked, state)
             # A request that goes on without chunks has another salt now, under which vLLM looks it up again.
@@ -324,9 +335,8 @@ class Chunks:
         """Returns the cache's counters and gauges."""
         chunks = self.cache.get_metrics()
         totals = {
-            **self.served,
+            **self.answered,
             "chunk_evictions": chunks.evictions,
-            "chunk_requests_refused": self.num_refused,
         }
         return totals, {"chunk_memory_usage_perc": chunks.memory_utilization}
 

@@ -91,6 +91,10 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         return self._scheduler.reset()
 
+    def has_pending_push_work(self) -> bool:
+        # After a reset of an idle vLLM, a step tells workers, routers and metrics.
+        return self._scheduler is not None and self._scheduler.was_reset
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._scheduler.stats() if self._scheduler is not None else None
 

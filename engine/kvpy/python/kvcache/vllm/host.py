@@ -41,6 +41,8 @@ class Settings:
     """The order in which chunks and prefixes are evicted."""
     prefix_memory: int = 0
     """Bytes of host memory for ordinary prompts' blocks, over all ranks; 0 turns the tier off."""
+    question_memory: int = 2 << 30
+    """Bytes of memory for the copy of a prompt in which a question chooses tokens, over all ranks."""
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> Settings:
@@ -50,12 +52,13 @@ class Settings:
             known = ", ".join(cls.__dataclass_fields__)
             raise ValueError(f"kv_connector_extra_config has the unknown settings {sorted(unknown)}; the known settings are {known}")
         values = dict(extra)
-        for name in ("host_memory", "prefix_memory"):
+        for name in ("host_memory", "prefix_memory", "question_memory"):
             if name in values:
                 values[name] = _bytes(name, values[name])
         settings = cls(**values)
-        if type(settings.prefix_memory) is not int or settings.prefix_memory < 0:
-            raise ValueError(f"prefix_memory is {settings.prefix_memory!r}: it must be a number; 0 means none")
+        for name in ("prefix_memory", "question_memory"):
+            if type(getattr(settings, name)) is not int or getattr(settings, name) < 0:
+                raise ValueError(f"{name} is {getattr(settings, name)!r}: it must be a number; 0 means none")
         for name in ("host_memory", "block_size", "max_chunk_tokens", "max_chunks"):
             if type(getattr(settings, name)) is not int or getattr(settings, name) <= 0:
                 raise ValueError(f"{name} is {getattr(settings, name)!r}: it must be a number above 0")
@@ -87,6 +90,8 @@ class Geometry:
     engine_block_size: int
     prefix_blocks: int
     """The number of host memory blocks for ordinary prompts. They are as large as the engine's."""
+    question_tokens: int
+    """The number of tokens of the longest prompt in which a question may choose."""
     sliding: bool
 
 
@@ -128,6 +133,7 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
         dtype=dtype,
         engine_block_size=spec.block_size,
         prefix_blocks=min(settings.prefix_memory // prefix_block, (1 << 32) - 1),
+        question_tokens=settings.question_memory // prefix_block * spec.block_size,
         sliding=kind == "SlidingWindowSpec",
     )
 
@@ -166,6 +172,13 @@ class Roots:
             adapter=(lora.lora_name, f"{lora.lora_path}\0{stamp_of(lora.lora_path)}".encode()) if lora else None,
             salt=request.cache_salt.encode() if request.cache_salt else None,
         )
+
+
+def was_answered(request: Request) -> bool:
+    """Returns true if a request has ended with an answer, and not by an abort or an error."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status not in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR)
 
 
 # Decision: docs/decisions/vllm.md#the-scheduler-and-the-runner-are-found-on-the-stack

@@ -58,8 +58,10 @@ class Pieces:
 
         ``part`` returns a part by its number. ``encode`` starts the encode of a part's missing pieces.
         """
-        numbers = [number for number in range(state.num_parts) if number not in state.pieces]
-        if numbers and not self._may_ask(state):
+        numbers = [number for number in state.wanted() if number not in state.pieces]
+        if not numbers:
+            return Found.HELD if state.is_held() else Found.WAITS
+        if not self._may_ask(state):
             return self._wait_for_room(state)
         if state.room is not None and state.room.seen == self.changes and not state.room.was_over:
             return Found.WAITS
@@ -73,33 +75,29 @@ class Pieces:
             return self._wait_for_room(state)
         self._leave_queue(state)
         self.states.add(state)
-        for number, wanted, pieces in zip(numbers, parts, outcomes):
-            self._add(state, number, wanted, pieces, encode)
+        for number, pieces in zip(numbers, outcomes):
+            self._add(state, number, pieces, encode)
         return Found.HELD if state.is_held() else Found.WAITS
 
-    def _add(
-        self, state: ChunkState, number: int, part: Part, outcomes: list[Outcome], encode: Callable[[int, list[Work]], Encode]
-    ) -> None:
+    def _add(self, state: ChunkState, number: int, outcomes: list[Outcome], encode: Callable[[int, list[Work]], Encode]) -> None:
         """Adds a part that was looked up to a request's pieces."""
-        hashes = self.cache.compute_chunk_hash(state.root, *part[:3])
         pieces: list[PieceHold | Work] = []
         missing, start = [], 0
-        for outcome, own in zip(outcomes, hashes):
+        for outcome in outcomes:
             if isinstance(outcome, PieceHold):
                 pieces.append(outcome)
-            else:
-                if isinstance(outcome, ChunkReservation):
-                    missing.append(Work(start, outcome))
-                    self.under_way[own.hash_bytes] = missing[-1]
-                # Any other outcome means that an encode computes the piece.
-                work = self.under_way[own.hash_bytes]
-                work.waiters.append((state, number, len(pieces)))
-                pieces.append(work)
-            start += own.token_count
+                start += outcome.num_tokens
+                continue
+            key = outcome.chunk_hash.hash_bytes
+            if isinstance(outcome, ChunkReservation):
+                missing.append(Work(start, outcome))
+                self.under_way[key] = missing[-1]
+            # Any other outcome means that an encode computes the piece.
+            work = self.under_way[key]
+            work.waiters.append((state, number, len(pieces)))
+            pieces.append(work)
+            start += work.reservation.num_tokens
         state.pieces[number] = pieces
-        if not state.is_served:
-            computed = sum(work.reservation.num_tokens for work in missing)
-            state.computed[number] = max(computed, state.computed.get(number, 0))
         if missing:
             self.encodes.add(encode(number, missing))
 
@@ -107,6 +105,8 @@ class Pieces:
         """Stores the pieces of an encode, and hands them to the requests that wait for them."""
         self._end(encode)
         for work in encode.pieces:
+            if not encode.state.is_served:
+                encode.state.computed[work.key] = work.reservation.num_tokens
             hold = work.reservation.store()
             for state, number, index in work.waiters:
                 state.pieces[number][index] = hold.share()
@@ -129,7 +129,7 @@ class Pieces:
         encode.is_over = True
         self.encodes.discard(encode)
         for work in encode.pieces:
-            del self.under_way[work.reservation.chunk_hash.hash_bytes]
+            del self.under_way[work.key]
 
     def let_go(self, state: ChunkState) -> None:
         """Lets all pieces of a request go. If the request needs them again, it asks again."""
@@ -150,8 +150,13 @@ class Pieces:
 
     def blocks_of(self, state: ChunkState, part: Callable[[int], Part]) -> int:
         """Returns the number of blocks that a request's pieces take."""
-        hashes = [one for number in range(state.num_parts) for one in self.cache.compute_chunk_hash(state.root, *part(number)[:3])]
-        return sum(one.num_blocks for one in set(hashes))
+        pieces: dict[bytes, int] = {}
+        for number in state.wanted():
+            if number not in state.sizes:
+                hashes = self.cache.compute_chunk_hash(state.root, *part(number)[:3])
+                state.sizes[number] = {one.hash_bytes: one.num_blocks for one in hashes}
+            pieces |= state.sizes[number]
+        return sum(pieces.values())
 
     def _may_ask(self, state: ChunkState) -> bool:
         return not self.queue or self.queue[0] is state

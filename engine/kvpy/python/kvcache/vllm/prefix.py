@@ -146,7 +146,7 @@ class Prefixes:
         """
         request, state = tracked.request, self._state(tracked)
         tokens = min(tokens, request.num_tokens)
-        if tokens // self.block_size <= state.offered:
+        if tokens // self.block_size <= state.offered or not self._has_room(state):
             return []
         keys, new = self._keys(request, state, tokens), []
         # The hold renews the blocks that are known, and keeps them while the ones after them are saved.
@@ -171,6 +171,12 @@ class Prefixes:
         if not new:
             before.release()
         return new
+
+    def _has_room(self, state: PrefixState) -> bool:
+        """Returns false if the pool has room only in the place of the request's own blocks, which would be evicted for
+        the ones after them."""
+        counts = self.pool.counts()
+        return counts["free"] + counts["evictable"] > state.offered
 
     def stored(self, saving: BlockSaving) -> None:
         del self.saving[saving.key]

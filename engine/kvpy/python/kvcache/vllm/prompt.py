@@ -14,8 +14,8 @@ A request names its parts in ``kv_transfer_params``, in Python as
   chunks see them, never the question.
 - ``chunk_recompute``: the tokens of chunks that are recomputed with everything before them in sight:
   ``"none"`` (the default), ``"link:K"`` (the first K of each chunk) or ``"question:R"`` (the share R of all
-  chunk tokens, the ones that the question attends to most). The first chunk is not recomputed if it saw the
-  system prompt: it has already seen everything before it.
+  chunk tokens, the ones that the question attends to most). The first chunk is not recomputed if there is no
+  system prompt, or if the chunk saw all of it: it has already seen everything before it.
 """
 
 from __future__ import annotations
@@ -72,16 +72,20 @@ class ChunkPlan:
         """Returns the tokens that a chunk sees before its own: tokens of the system prompt, then the
         decoys.
         """
-        system = self.system.tokens
+        return [*prompt[: self._seen_system()], *self.decoys]
+
+    def _seen_system(self) -> int:
+        """Returns the number of tokens of the system prompt that a chunk sees."""
         if self.mode == "alone":
-            system = 0
-        elif self.mode.startswith("sink:"):
-            system = min(int(self.mode.split(":")[1]), system)
-        return [*prompt[:system], *self.decoys]
+            return 0
+        if self.mode.startswith("sink:"):
+            return min(int(self.mode.split(":")[1]), self.system.tokens)
+        return self.system.tokens
 
     def apart(self) -> tuple[Part, ...]:
         """Returns the chunks that did not see everything before them when they were computed."""
-        return self.chunks if self.mode != "with-system" else self.chunks[1:]
+        saw_everything = not self.decoys and self._seen_system() == self.system.tokens
+        return self.chunks[1:] if saw_everything else self.chunks
 
     def linked(self) -> list[Part]:
         """Returns the runs of tokens that ``link:K`` recomputes, in order."""
@@ -227,6 +231,11 @@ class ChunkPrompt:
         ``decoys`` are texts for the mode ``behind:N``, by default built-in ones. Decoys of the same form as
         the documents keep the most answers.
         """
+        if not isinstance(documents, (list, tuple)):
+            raise ChunkRequestError(f"documents is {documents!r}: it must be a list of texts")
+        for number, text in enumerate(documents, start=1):
+            if not isinstance(text, str):
+                raise ChunkRequestError(f"document {number} of {len(documents)} is {text!r}: it must be a text")
         parts = [list(encode(text)) if text else [] for text in (system, *documents, question)]
         for number, (text, part) in enumerate(zip(documents, parts[1:]), start=1):
             if not part:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # The maximum number of questions whose choices are kept.
 CHOICES = 256
+# The maximum number of attention weights that are in memory at once, for all heads.
+WEIGHTS = 1 << 24
 
 
 class Recomputer:
@@ -150,7 +152,6 @@ class Recomputer:
         scratch = [torch.zeros((len(blocks), *cache.shape[1:]), dtype=cache.dtype) for cache in self.caches]
         self.load(ForeignCache.interleaved(scratch, self.order, "cpu"), again.rows)
         sums = torch.zeros(start)
-        visible = torch.arange(end)[None] <= torch.arange(start, end)[:, None]
         queries: dict[int, torch.Tensor] = {}
 
         def note(number: int):
@@ -177,7 +178,23 @@ class Recomputer:
             keys = keys_of(scratch[number], blocks, self.order)[:end].float()
             heads, kv_heads, dim = module.num_heads, module.num_kv_heads, module.head_size
             rows = query[: end - start].view(end - start, kv_heads, heads // kv_heads, dim)
-            logits = torch.einsum("qghd,tgd->ghqt", rows, keys) * module.impl.scale
-            logits.masked_fill_(~visible, float("-inf"))
-            sums += logits.softmax(-1)[..., :start].sum((0, 1, 2))
+            sums += attention(rows, keys, start, module.impl.scale)
         return tensor_model_parallel_all_reduce(sums)
+
+
+def attention(rows: torch.Tensor, keys: torch.Tensor, start: int, scale: float) -> torch.Tensor:
+    """Returns the attention to each of the first ``start`` keys ``[tokens, kv_heads, head_dim]``, summed over all heads
+    and over the queries ``[queries, kv_heads, heads, head_dim]``, which belong to the tokens from ``start`` on.
+
+    The weights of a few queries are in memory at once, however long the question is.
+    """
+    count, kv_heads, heads, _ = rows.shape
+    sums = torch.zeros(start)
+    step = max(1, WEIGHTS // (kv_heads * heads * len(keys)))
+    for first in range(0, count, step):
+        some = rows[first : first + step]
+        logits = torch.einsum("qghd,tgd->ghqt", some, keys) * scale
+        places = torch.arange(start + first, start + first + len(some))
+        logits.masked_fill_(torch.arange(len(keys))[None] > places[:, None], float("-inf"))
+        sums += logits.softmax(-1)[..., :start].sum((0, 1, 2))
+    return sums

@@ -50,6 +50,8 @@ class Encode(Saving):
     prompt_tokens: int
     pieces: list[Work]
     """The missing pieces."""
+    state: ChunkState
+    """The request that lacked the pieces first."""
     is_over: bool = False
     """True once the pieces are stored, or given up."""
 
@@ -63,6 +65,11 @@ class Work:
     reservation: ChunkReservation
     waiters: list[tuple[ChunkState, int, int]] = field(default_factory=list)
     """The requests that wait for the piece, each with the number of the part and of the piece in it."""
+
+    @property
+    def key(self) -> bytes:
+        """The hash by which the piece is found."""
+        return self.reservation.chunk_hash.hash_bytes
 
 
 @dataclass(eq=False)
@@ -88,8 +95,12 @@ class ChunkState:
     root: bytes
     pieces: dict[int, list[PieceHold | Work]] = field(default_factory=dict)
     """The pieces of each part that was looked up, in order: held, or still being computed."""
-    computed: dict[int, int] = field(default_factory=dict)
-    """The number of tokens of each part that were computed for this request."""
+    first: int = 0
+    """The number of tokens at the beginning of the prompt that vLLM has in its own blocks."""
+    sizes: dict[int, dict[bytes, int]] = field(default_factory=dict)
+    """The number of blocks of each piece of a part, by hash. Known for requests that there was no room for."""
+    computed: dict[bytes, int] = field(default_factory=dict)
+    """The number of tokens of each piece that was computed for this request, by hash."""
     is_served: bool = False
     """True once vLLM has run the request with its chunks. Later lookups are not counted."""
     losses: int = 0
@@ -97,20 +108,24 @@ class ChunkState:
     room: RoomWait | None = None
     """The wait for room, if the request is the first in the queue."""
 
-    @property
-    def num_parts(self) -> int:
-        """The number of parts: the system prompt, if there is one, and the chunks."""
-        return len(self.plan.parts)
+    def wanted(self) -> list[int]:
+        """Returns the numbers of the parts with rows that vLLM lacks. A question chooses among the rows of all parts,
+        unless vLLM has them all.
+        """
+        plan = self.plan
+        first = 0 if plan.chosen_tokens() > 0 and self.first < plan.question_start else self.first
+        return [number for number, part in enumerate(plan.parts) if part.end > first]
 
     def is_held(self) -> bool:
-        """Returns true if all pieces of all parts are held."""
-        held = (isinstance(piece, PieceHold) for pieces in self.pieces.values() for piece in pieces)
-        return len(self.pieces) == self.num_parts and all(held)
+        """Returns true if all pieces of the wanted parts are held."""
+        wanted = self.wanted()
+        held = (isinstance(piece, PieceHold) for number in wanted for piece in self.pieces.get(number, ()))
+        return all(number in self.pieces for number in wanted) and all(held)
 
     def held(self) -> Iterator[tuple[int, PieceHold]]:
-        """Returns the pieces of all parts in order, each with the index of its first token in the prompt."""
-        for number, part in enumerate(self.plan.parts):
-            start = part.start
+        """Returns the pieces of the wanted parts in order, each with the index of its first token in the prompt."""
+        for number in self.wanted():
+            start = self.plan.parts[number].start
             for hold in self.pieces[number]:
                 yield start, hold
                 start += hold.num_tokens
@@ -193,7 +208,11 @@ class Tracked:
     awaits_step: bool = False
     """True once rows have been copied in, until vLLM runs the request."""
     is_stale: bool = False
-    """True if some of the request's blocks are older than the last reset, so the tier must not save any."""
+    """True if some of the request's blocks are older than the last reset, so the tier must not save any. Until vLLM
+    preempts the request, it has a salt of its own.
+    """
+    salt_before: str | None = None
+    """The salt of a stale request before the reset."""
     has_ended: bool = False
     """True if the request ended while receiving. Its rows are then held until the copy ends."""
 
@@ -207,7 +226,7 @@ class Tracked:
 
 
 def set_salt(request: Request, salt: str | None) -> None:
-    """Changes the salt of a request that has no blocks yet."""
+    """Changes the salt of the blocks that vLLM registers for a request from now on."""
     request.cache_salt = salt
     request.block_hashes.clear()
     request.update_block_hashes()

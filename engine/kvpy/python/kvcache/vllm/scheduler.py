@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .adapters import Adapters
 from .chunks import Chunks
 from .events import tier_events
-from .host import Geometry, Roots, Settings, caller_of
+from .host import Geometry, Roots, Settings, caller_of, was_answered
 from .names import Names
 from .orders import Load, Save
 from .prefix import NoPrefixes, Prefixes
@@ -59,8 +59,11 @@ class ChunkScheduler:
         """Returns the number of tokens to load after the first ``num_computed``, and true if steps run in
         parallel."""
         tracked = self.requests[request.request_id]
-        # vLLM has none of the request's blocks, or found them after the last reset.
-        tracked.awaits_step = tracked.is_stale = False
+        tracked.awaits_step = False
+        if tracked.is_stale and num_computed == 0:
+            # vLLM has preempted the request since the last reset.
+            tracked.is_stale = False
+            set_salt(request, tracked.salt_before)
         answer = self.chunks.matched(tracked, num_computed)
         return self.prefixes.matched(tracked, num_computed) if answer is None else answer
 
@@ -156,9 +159,7 @@ class ChunkScheduler:
         tracked.has_ended = True
         if not tracked.is_receiving:
             self._forget(tracked)
-        if tracked.refused is not None:
-            return {"chunk_error": tracked.refused}
-        return self.chunks.ended(tracked.chunks) if tracked.chunks is not None else None
+        return self.chunks.ended(tracked, was_answered=was_answered(request))
 
     def _let_go(self, tracked: Tracked) -> None:
         """Ends the holds of a request whose rows are in vLLM's blocks. After a preemption, vLLM asks again."""
@@ -184,8 +185,6 @@ class ChunkScheduler:
             request = tracked.request
             self._let_go(tracked)
             tracked.prefix = None
-            # vLLM has not preempted the request, and so has not dropped its blocks.
-            tracked.is_stale = request.num_computed_tokens > 0
             if (tracked.is_receiving or tracked.awaits_step) and not tracked.has_ended:
                 if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
                     # As if the copy had failed: vLLM frees the blocks when the copy ends, and asks again.
@@ -194,6 +193,11 @@ class ChunkScheduler:
                     # vLLM has seen the end of the copy, and had no room to run the request.
                     manager.free(request)
                 request.num_computed_tokens = 0
+            elif request.num_computed_tokens > 0 and tracked.encode is None and not tracked.is_stale:
+                # vLLM has not preempted the request, which goes on over its old blocks. No other request may find what
+                # is computed from them.
+                tracked.is_stale, tracked.salt_before = True, request.cache_salt
+                set_salt(request, self.names.fresh_salt())
         encodes = self.chunks.reset()
         self.prefixes.reset()
         self.saving.clear()

@@ -20,7 +20,11 @@ def block_hashes(request: Request) -> list[bytes]:
 class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
 
 
 class Request:

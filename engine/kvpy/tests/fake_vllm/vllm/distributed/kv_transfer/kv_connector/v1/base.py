@@ -45,6 +45,9 @@ class KVConnectorBase_V1:  # noqa: N801
     def clear_connector_metadata(self) -> None:
         self._connector_metadata = None
 
+    def has_pending_push_work(self) -> bool:
+        return False
+
     def _get_connector_metadata(self) -> KVConnectorMetadata:
         assert self._connector_metadata is not None
         return self._connector_metadata
