@@ -29,6 +29,7 @@ mod load;
 mod open;
 mod state;
 mod table;
+mod touch;
 mod usage;
 mod write;
 
