@@ -42,6 +42,7 @@ class Direction:
         self.work, self.jobs = work, jobs
         self.waiting: deque[Job | Callable[[], object]] = deque()
         self.resting_until = 0.0
+        self.given_up = False
         self.thread = threading.Thread(target=self.run, name=f"kvcache-disk-{name}", daemon=True)
         self.thread.start()
 
@@ -68,7 +69,7 @@ class Direction:
         began = time.monotonic()
         if self.is_resting():
             job.reason = "the disk has not answered in time, and is left alone for a while"
-        elif self.jobs.given_up:
+        elif self.given_up:
             job.reason = "vLLM ends"
         else:
             try:
@@ -90,30 +91,32 @@ class Jobs:
         self.running = 0
         self.bytes_waiting = 0
         self.blocks_refused = 0
-        self.closed = self.given_up = False
+        self.closed = False
         self.loads, self.stores = Direction("load", self._load, self), Direction("store", self._store, self)
 
     def submit(self, job: Job) -> None:
-        direction = self.loads if job.is_load else self.stores
-        size = len(job.names) * self.row_bytes
+        direction, size = (self.loads, 0) if job.is_load else (self.stores, len(job.names) * self.row_bytes)
         with self.changed:
-            self.running += 1
-            too_much = not job.is_load and 0 < self.bytes_waiting and self.bytes_waiting + size > MOST_WAITING
-            if not (too_much or self.closed):
-                self.bytes_waiting += 0 if job.is_load else size
-                direction.waiting.append(job)
-                self.changed.notify_all()
+            if self.closed:
+                job.reason = "vLLM ends"
+            elif size and self.bytes_waiting and self.bytes_waiting + size > MOST_WAITING:
+                job.reason = "too many blocks wait to be written"
+                self.blocks_refused += len(job.names)
+            if job.reason is not None:
+                self.finished.append(job)
                 return
-            self.running -= 1
-            self.blocks_refused += len(job.names)
-            job.reason = "vLLM ends" if self.closed else "too many blocks wait to be written"
-            self.finished.append(job)
+            self.running += 1
+            self.bytes_waiting += size
+            direction.waiting.append(job)
+            self.changed.notify_all()
 
-    def touch(self, names: list[bytes]) -> None:
-        """Renews blocks, of which the last one leaves first. They are renewed after all stores that were submitted."""
+    def touch(self, positions: dict[bytes, int]) -> None:
+        """Renews blocks of a prompt, given with their positions: the last one leaves first. They are renewed after
+        all stores that were submitted.
+        """
         with self.changed:
             if not self.closed:
-                self.stores.waiting.append(lambda: self.slab.touch(names[::-1]))
+                self.stores.waiting.append(lambda: self.slab.touch(sorted(positions, key=positions.__getitem__, reverse=True)))
                 self.changed.notify_all()
 
     def ended(self, job: Job) -> None:
@@ -137,16 +140,12 @@ class Jobs:
 
     def close(self) -> None:
         """Ends both threads. Loads that have not begun fail; stores may take ``write_deadline`` seconds."""
+        self.loads.given_up = True
         with self.changed:
             self.closed = True
-            for job in self.loads.waiting:
-                self.running -= 1
-                job.reason = "vLLM ends"
-                self.finished.append(job)
-            self.loads.waiting.clear()
             self.changed.notify_all()
         self.stores.thread.join(self.write_deadline)
-        self.given_up = True
+        self.stores.given_up = True
         self.stores.thread.join()
         self.loads.thread.join()
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.kvcache")
 
 GAUGES = {
     "bytes": "Bytes of the disk tier's file that contain blocks or are set aside.",
@@ -150,10 +150,10 @@ class SlabTier(SecondaryTierManager):
         # vLLM has the beginning of a prompt that is asked often, so it never asks for it here.
         positions = getattr(req_context, "_offload_key_positions", {})
         if positions:
-            self._jobs.touch(sorted(positions, key=positions.__getitem__))
+            self._jobs.touch(dict(positions))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._jobs.touch(sorted(keys, key=lambda key: req_context.get_offload_key_position(key) or 0))
+        self._jobs.touch({key: req_context.get_offload_key_position(key) or 0 for key in keys})
 
     def drain_jobs(self) -> None:
         self._jobs.drain()
