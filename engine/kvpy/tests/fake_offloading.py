@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import mmap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -89,7 +90,8 @@ class Offloading:
 
     def __init__(self, config: SimpleNamespace, vllm_config: SimpleNamespace, row: int = ROW, **settings: Any) -> None:
         self.row = row
-        self.memory: np.ndarray | None = np.zeros((ROWS, row), np.int8)
+        self.map = mmap.mmap(-1, ROWS * row)
+        self.memory: np.ndarray | None = np.frombuffer(self.map, np.int8).reshape(ROWS, row)
         self.view = memoryview(self.memory)
         self.tier = Connector(vllm_config, KVConnectorRole.SCHEDULER, None).tier(config, self.view, **settings)
         self.jobs: dict[int, TransferJob] = {}
@@ -173,3 +175,5 @@ class Offloading:
         self.tier.shutdown()
         self.view.release()
         self.memory = None
+        # Fails if anything refers to the memory.
+        self.map.close()
