@@ -205,20 +205,17 @@ class SlabChecks(Checks):
         host.close()
 
     def damaged(self, folder: Path) -> None:
-        file = folder / FILE
-        with file.open("r+b") as out:
-            for at in range(6 << 20, os.path.getsize(file), 4096 * 5):
-                out.seek(at + 2000)
-                out.write(b"damage")
-        for at in (0, 1):
+        file, page = folder / FILE, 4096
+        for what, place in (("payloads", 3 * page + 17), ("headers", 40)):
+            contents = file.read_bytes()
+            headers = [at for at in range(0, len(contents), page) if contents.startswith(b"KVRECORD", at)]
             with file.open("r+b") as out:
-                # The first records are at the beginning of the file, after its tables.
-                for page in range(40 + at, 1500, 7):
-                    out.seek(4096 * page + 100)
-                    out.write(b"damage")
+                for at in headers[::2]:
+                    out.seek(at + place)
+                    out.write(bytes(byte ^ 8 for byte in contents[at + place : at + place + 3]))
             host = SlabHost(self.path, folder)
             for order in ([0, 1], [2, 3, 1], [3]):
-                self.ask(host, order, f"documents {order}, from a damaged disk", None)
+                self.ask(host, order, f"documents {order}, with damaged {what}", None)
             usage = host.tier.usage()
             self.say(f"{usage['damaged']} blocks were damaged, and {usage['hits']} were not", None if usage["damaged"] else str(usage))
             self.say("nothing stays held", host.nothing_held())
@@ -284,6 +281,7 @@ class SlabChecks(Checks):
 
     def killed(self, folder: Path) -> None:
         tokens = self.case.prompt([0, 3], "plain")[0]["prompt_token_ids"]
+        left = set(Path("/dev/shm").glob("vllm_offload_*.mmap"))
         asked = [sys.executable, __file__, self.path, "--child", json.dumps([str(folder / "killed"), tokens])]
         child = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
         said = [line for line in iter(child.stdout.readline, "") if line.startswith("STORED")][:1] if child.poll() is None else []
@@ -293,6 +291,11 @@ class SlabChecks(Checks):
         self.say("a second process on the folder gets a clear error", None if clear and refused.returncode else refused.stderr[-500:])
         child.send_signal(signal.SIGKILL)
         child.wait()
+        # vLLM leaves its host memory behind, as docs/vllm-disk.md says.
+        left = set(Path("/dev/shm").glob("vllm_offload_*.mmap")) - left
+        self.say(f"vLLM leaves {len(left)} file in /dev/shm", None if len(left) == 1 else "the page says one")
+        for file in left:
+            file.unlink()
         host = SlabHost(self.path, folder / "killed")
         self.ask(host, [0, 3], "after kill -9", True)
         host.close()

@@ -90,12 +90,14 @@ impl Rows {
     }
 }
 
-/// Returns a duration, which must be positive and finite.
-fn seconds(value: f64, what: &str) -> PyResult<Duration> {
-    let valid = Duration::try_from_secs_f64(value).ok().filter(|limit| !limit.is_zero());
-    valid.ok_or_else(|| {
-        PyValueError::new_err(format!("{what} is {value}; it must be a number of seconds above 0"))
-    })
+/// The longest deadline.
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Returns a deadline as a duration.
+fn seconds(value: f64) -> PyResult<Duration> {
+    let valid = Duration::try_from_secs_f64(value).ok().filter(|limit| !limit.is_zero() && *limit <= DAY);
+    let text = || format!("deadline is {value}; it must be a number of seconds above 0, at most a day");
+    valid.ok_or_else(|| PyValueError::new_err(text()))
 }
 
 /// Returns the word for a reason in Python.
@@ -168,7 +170,7 @@ impl PySlab {
         at: Vec<usize>,
         deadline: f64,
     ) -> PyResult<Vec<bool>> {
-        let (slab, limit) = (self.slab()?, seconds(deadline, "deadline")?);
+        let (slab, limit) = (self.slab()?, seconds(deadline)?);
         let rows = Rows::of(&ForeignTensor::of(rows, &*ArenaDevice::open("cpu")?)?, self.row_bytes, &at)?;
         let pairs = pairs(names, &at)?;
         Ok(py.detach(|| self.store_all(&slab, &pairs, &rows, limit)))
@@ -186,7 +188,7 @@ impl PySlab {
         at: Vec<usize>,
         deadline: f64,
     ) -> PyResult<Vec<Option<String>>> {
-        let (slab, limit) = (self.slab()?, seconds(deadline, "deadline")?);
+        let (slab, limit) = (self.slab()?, seconds(deadline)?);
         let rows =
             Rows::of(&ForeignTensor::of_written(rows, &*ArenaDevice::open("cpu")?)?, self.row_bytes, &at)?;
         if at.iter().collect::<HashSet<_>>().len() < at.len() {
@@ -210,7 +212,7 @@ impl PySlab {
     /// seconds; in that case, a thread goes on with it. Closing twice does nothing.
     #[pyo3(signature = (*, deadline))]
     fn close(&self, py: Python<'_>, deadline: f64) -> PyResult<bool> {
-        let limit = seconds(deadline, "deadline")?;
+        let limit = seconds(deadline)?;
         Ok(py.detach(|| self.close_within(limit)))
     }
 }

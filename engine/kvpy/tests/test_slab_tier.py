@@ -285,6 +285,8 @@ WRONG = [
     ({"read_deadline": "2"}, r"read_deadline is '2'"),
     ({"read_deadline": True}, r"read_deadline is True"),
     ({"write_deadline": float("inf")}, r"write_deadline is inf"),
+    ({"write_deadline": 1e18}, r"write_deadline is 1e\+18: it must be a number of seconds above 0, at most a day"),
+    ({"limit": "9999999999TiB"}, r"limit is '9999999999TiB': it must be a number of bytes above 0 that a file can have"),
     ({"version": 3}, r"version is 3: it must be a text"),
     ({"locality": "local"}, r'locality is \'local\': it must be "LOCAL" or "REMOTE"'),
     ({"limt": "1GiB"}, r"unknown setting limt; use limit; the known settings are path, limit, read_deadline"),
@@ -492,6 +494,8 @@ def test_the_native_calls_check_their_arguments(disk: Disk) -> None:
         slab.store([b"a"], rows, [0], deadline=0)
     with pytest.raises(ValueError, match="deadline is NaN"):
         slab.close(deadline=float("nan"))
+    with pytest.raises(ValueError, match="at most a day"):
+        slab.load([b"a"], rows, [0], deadline=1e18)
     read_only = rows.copy()
     read_only.flags.writeable = False
     with pytest.raises((ValueError, BufferError)):

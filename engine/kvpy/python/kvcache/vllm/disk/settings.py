@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from ..host import _bytes
 
+DAY = 24 * 60 * 60
 EXAMPLES = {"path": "the folder for its records, such as \"/var/lib/kvcache\"", "limit": "the size of its file, such as \"50GiB\""}
 
 
@@ -41,12 +41,12 @@ class SlabSettings:
             if field.default is MISSING and given.get(name) is None:
                 raise ValueError(f"SlabTier needs the setting {name}: {EXAMPLES[name]}")
         settings = cls(**{**given, "path": _path(given["path"]), "limit": _bytes("limit", given["limit"])})
-        if type(settings.limit) is not int or settings.limit <= 0:
-            raise ValueError(f"limit is {given['limit']!r}: it must be a number of bytes above 0, or a text such as \"50GiB\"")
+        if type(settings.limit) is not int or not 0 < settings.limit < 1 << 63:
+            raise ValueError(f"limit is {given['limit']!r}: it must be a number of bytes above 0 that a file can have, or a text such as \"50GiB\"")
         for name in ("read_deadline", "write_deadline"):
             value = getattr(settings, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not (0 < value < math.inf):
-                raise ValueError(f"{name} is {value!r}: it must be a number of seconds above 0")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= DAY:
+                raise ValueError(f"{name} is {value!r}: it must be a number of seconds above 0, at most a day")
         if not isinstance(settings.version, str):
             raise ValueError(f"version is {settings.version!r}: it must be a text")
         if settings.locality not in (None, "LOCAL", "REMOTE"):
