@@ -173,11 +173,13 @@ class SlabChecks(Checks):
                 self.ask(host, order, f"documents {order}, after restart {restart}", True)
             self.ask(host, [0, 1], "the other tenant", True, cache_salt="bob")
             host.forget()
-            self.ask(host, [0, 1], "no tenant has this salt", False, cache_salt="eve")
+            self.ask(host, [0, 1], "no tenant has this salt", False, cache_salt=f"eve-{restart}")
+            host.settle()
             usage = host.tier.usage()
             self.say(f"{usage['hits']} blocks were read, none failed", None if usage["hits"] and not usage["misses"] and not usage["loads_failed"] else str(usage))
             self.metrics(host)
             self.say("nothing stays held", host.nothing_held())
+            records = usage["records"]
             host.close()
 
     def metrics(self, host: SlabHost) -> None:
@@ -284,7 +286,7 @@ class SlabChecks(Checks):
         left = set(Path("/dev/shm").glob("vllm_offload_*.mmap"))
         asked = [sys.executable, __file__, self.path, "--child", json.dumps([str(folder / "killed"), tokens])]
         child = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
-        said = [line for line in iter(child.stdout.readline, "") if line.startswith("STORED")][:1] if child.poll() is None else []
+        said = next((line for line in child.stdout if line.startswith("STORED")), None)
         self.say("another process has stored the prompt", None if said else "it has not")
         refused = subprocess.run(asked, capture_output=True, text=True, check=False)
         clear = "in use by another process; give each process its own folder" in refused.stdout + refused.stderr
