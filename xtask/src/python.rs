@@ -172,6 +172,7 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
     if wanted(VllmPart::Connector) {
         check("check_connector", &of(&names), &[])?;
         check("check_connector", &of(&["llama"]), &["--ranks", "2"])?;
+        check("check_slab", &of(&["llama", "mistral-window"]), &[])?;
     }
     if wanted(VllmPart::Prefix) {
         check("check_prefix", &of(&["llama", "mistral-window"]), &[])?;
@@ -191,6 +192,7 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
     }
     if wanted(VllmPart::Docs) {
         check("check_docs", &published, &[])?;
+        check("check_disk_docs", &published, &[])?;
     }
     Ok(())
 }

@@ -19,6 +19,7 @@ pub(crate) enum CallError {
     Model(kvmodel::Error),
     Engine(kvengine::Error),
     Manager(kvmanager::Error),
+    Tier(kvtier::Error),
 }
 
 pub(crate) type Result<T, E = CallError> = std::result::Result<T, E>;
@@ -67,6 +68,12 @@ impl From<kvmanager::Error> for CallError {
     }
 }
 
+impl From<kvtier::Error> for CallError {
+    fn from(error: kvtier::Error) -> Self {
+        Self::Tier(error)
+    }
+}
+
 /// Returns the numbers in an error, by name.
 fn numbers(error: &kvcore::Error) -> Vec<(&'static str, i128)> {
     use kvcore::{Compared, Error as E};
@@ -100,6 +107,7 @@ impl From<CallError> for PyErr {
             CallError::Model(error) => (error.to_string(), format!("{error:?}")),
             CallError::Engine(error) => (error.to_string(), format!("{error:?}")),
             CallError::Manager(error) => (error.to_string(), format!("{error:?}")),
+            CallError::Tier(error) => (error.to_string(), format!("{error:?}")),
         };
         let kind: String = debug.chars().take_while(|c| c.is_alphanumeric()).collect();
         let error = KvCacheError::new_err(text);

@@ -6,7 +6,7 @@
 //!        │
 //!   kvcache._native    this crate: conversions only
 //!        │
-//!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmanager, kvmodel, kvengine, kvlab
+//!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmanager, kvtier, kvmodel, kvengine, kvlab
 //! ```
 //!
 //! Work runs without Python's lock. Tensors from other libraries are used in place, through `DLPack`. The
@@ -22,6 +22,7 @@
 //! | `foreign`, `npu`, `runs` | caches of other engines on the host, a GPU or an NPU; rows as Python names them |
 //! | `managers` | the managers of `kvmanager`: blocks, sequences and requests by ID, and ranks' caches |
 //! | `llm`, `sampling` | `LLM`, `RequestOutput`, `SamplingParams` |
+//! | `slab` | `Slab`, private: rows of other engines' memory as records on a disk |
 //! | `lab` | questions to check a model that runs inside vLLM |
 //! | `device`, `names` | devices and element types by their names |
 //! | `tensor`, `export` | other libraries' tensors used here; this module's tensors used elsewhere |
@@ -49,6 +50,7 @@ mod rope;
 mod runs;
 mod sampling;
 mod segment;
+mod slab;
 mod table;
 mod tensor;
 
@@ -82,6 +84,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<prompt::PyPositionPlan>()?;
     module.add_class::<prompt::PyChunkPlace>()?;
     module.add_class::<sampling::SamplingParams>()?;
+    module.add_class::<slab::PySlab>()?;
     module.add_class::<lab::NoteQuestion>()?;
     module.add_class::<lab::PyPaired>()?;
     module.add_class::<llm::Llm>()?;

@@ -36,6 +36,7 @@ mod order;
 mod rates;
 mod state;
 mod table;
+mod touch;
 mod usage;
 mod write;
 

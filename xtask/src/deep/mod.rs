@@ -46,14 +46,18 @@ pub(crate) struct Slice {
     needs: &'static [Tool],
 }
 
+/// Creates a slice that needs no tools but CI's.
+const fn plain(name: &'static str, covers: &'static str, command: &'static str) -> Slice {
+    Slice { name, covers, command, needs: &[] }
+}
+
 /// All slices.
 pub(crate) const SLICES: &[Slice] = &[
-    Slice {
-        name: "assertions",
-        covers: "the tests of each run but examples in documentation, with debug assertions and overflow checks",
-        command: "cargo xtask test --assertions",
-        needs: &[],
-    },
+    plain(
+        "assertions",
+        "the tests of each run but examples in documentation, with debug assertions and overflow checks",
+        "cargo xtask test --assertions",
+    ),
     Slice {
         name: "features",
         covers: "each crate alone, in every combination of its features",
@@ -72,24 +76,22 @@ pub(crate) const SLICES: &[Slice] = &[
         command: "cargo xtask instructions",
         needs: &[Tool::Program("valgrind", "valgrind"), GUNGRAUN],
     },
-    Slice {
-        name: "packages",
-        covers: "the crates that are ready to publish, built as a registry would",
-        command: "cargo publish --dry-run --allow-dirty -p kvcore -p kvbackend-cpu",
-        needs: &[],
-    },
+    plain(
+        "packages",
+        "the crates that are ready to publish, built as a registry would",
+        "cargo publish --dry-run --allow-dirty -p kvcore -p kvbackend-cpu",
+    ),
     Slice {
         name: "arm",
         covers: "fast kernels on 64-bit ARM, under an emulator",
         command: "cargo xtask arm",
         needs: arm::NEEDS,
     },
-    Slice {
-        name: "loom",
-        covers: "concurrent paths of the block pool under interleavings with any number of preemptions",
-        command: "cargo xtask loom --exhaustive",
-        needs: &[],
-    },
+    plain(
+        "loom",
+        "concurrent paths of the block pool under interleavings with any number of preemptions",
+        "cargo xtask loom --exhaustive",
+    ),
     Slice {
         name: "sanitizer",
         covers: "all tests of crates with unsafe code, under AddressSanitizer",
@@ -108,18 +110,16 @@ pub(crate) const SLICES: &[Slice] = &[
         command: "cargo xtask cuda-double --selftest",
         needs: cuda_double::NEEDS,
     },
-    Slice {
-        name: "wgpu",
-        covers: "the conformance suite in every variant and element type of wgpu",
-        command: "cargo xtask conform --backend wgpu --every",
-        needs: &[],
-    },
-    Slice {
-        name: "quality",
-        covers: "the accuracy and the cost of each strategy on the built-in model, as docs/quality.md has them",
-        command: "cargo run --release -p kvcli -- eval --questions 40 --plot docs/quality.svg",
-        needs: &[],
-    },
+    plain(
+        "wgpu",
+        "the conformance suite in every variant and element type of wgpu",
+        "cargo xtask conform --backend wgpu --every",
+    ),
+    plain(
+        "quality",
+        "the accuracy and the cost of each strategy on the built-in model, as docs/quality.md has them",
+        "cargo run --release -p kvcli -- eval --questions 40 --plot docs/quality.svg",
+    ),
     Slice {
         name: "published",
         covers: "strategies of reuse on a published model: the question chooses well",
@@ -162,30 +162,27 @@ pub(crate) const SLICES: &[Slice] = &[
         command: "cargo xtask python --vllm docs",
         needs: python::NEEDS_VLLM,
     },
-    Slice {
-        name: "kills",
-        covers: "200 processes that are killed while they write to a disk, in each way of I/O",
-        command: "KVTIER_TEST_KILLS=200 cargo test --release --workspace --all-features --test killed",
-        needs: &[],
-    },
-    Slice {
-        name: "benches-cpu",
-        covers: "every benchmark of the CPU in small sizes, and the ratios that are required",
-        command: "cargo xtask bench --quick && cargo xtask bench --quick --backend products && cargo xtask bench --quick --backend disk",
-        needs: &[],
-    },
+    plain(
+        "kills",
+        "200 processes that are killed while they write to a disk, in each way of I/O",
+        "KVTIER_TEST_KILLS=200 cargo test --release --workspace --all-features --test killed",
+    ),
+    plain(
+        "benches-cpu",
+        "every benchmark of the CPU in small sizes, and the ratios that are required",
+        "cargo xtask bench --quick && cargo xtask bench --quick --backend products && cargo xtask bench --quick --backend disk",
+    ),
     Slice {
         name: "benches-cuda",
         covers: "every benchmark of CUDA in small sizes, through the double of the driver",
         command: "cargo xtask bench --quick --backend cuda",
         needs: cuda_double::NEEDS,
     },
-    Slice {
-        name: "benches-wgpu",
-        covers: "every benchmark of wgpu in small sizes",
-        command: "cargo xtask bench --quick --backend wgpu",
-        needs: &[],
-    },
+    plain(
+        "benches-wgpu",
+        "every benchmark of wgpu in small sizes",
+        "cargo xtask bench --quick --backend wgpu",
+    ),
 ];
 
 /// Runs the chosen slices.

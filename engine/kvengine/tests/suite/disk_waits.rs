@@ -87,7 +87,7 @@ fn started(folder: &Path, rule: LoadRule) -> (Engine, Held) {
     let mut engine = engine("llama", DType::F32.into());
     let path = folder.join(Slab::FILE);
     let held = Held::default();
-    let disk = SlowDisk { file: FileIo::open(&path).unwrap(), held: held.clone() };
+    let disk = SlowDisk { file: FileIo::open(&path, None).unwrap(), held: held.clone() };
     let config = SlabConfig { limit: 8 << 20, cell_bytes: 8 << 10, ..SlabConfig::default() };
     engine.use_disk(|scope| Slab::over(Box::new(disk), &path, scope, config, None)).unwrap();
     engine.load_from_disk(rule);

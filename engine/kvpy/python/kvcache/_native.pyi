@@ -783,6 +783,37 @@ class Paired:
     def at_most(self) -> float: ...
     def __eq__(self, value: object, /) -> bool: ...
 
+@final
+class Slab:
+    """Records in a folder, for the rows of another engine's memory. Private: ``kvcache.vllm.SlabTier`` uses it."""
+
+    def __new__(cls, folder: str | PathLike[str], identity: str, *, limit: int, row_bytes: int) -> Self:
+        """Opens or creates the records in a folder. Records with another ``identity`` are never found."""
+
+    def contains(self, name: bytes) -> bool:
+        """Returns whether a record with this name is on the disk. Does not read the disk."""
+
+    def touch(self, names: Sequence[bytes]) -> int:
+        """Makes records the last ones to leave, in this order. Does not read the disk."""
+
+    def store(
+        self, names: Sequence[bytes], rows: _SupportsDlpack, at: Sequence[int], *, deadline: float
+    ) -> list[bool]:
+        """Writes rows and waits. Returns for each row whether it is on the disk. Gives up if 32 MiB take longer
+        than ``deadline`` seconds.
+        """
+
+    def load(
+        self, names: Sequence[bytes], rows: _SupportsDlpack, at: Sequence[int], *, deadline: float
+    ) -> list[str | None]:
+        """Fills rows from the disk. Returns for each row ``None``, or the reason why it was not filled. Gives up if
+        a row takes longer than ``deadline`` seconds.
+        """
+
+    def usage(self) -> dict[str, int]: ...
+    def close(self, *, deadline: float) -> bool:
+        """Writes what is waiting, and closes the folder. Returns False if that takes longer."""
+
 def note_decoys() -> list[str]:
     """Returns decoys: notes of the same form that do not contain the answer to any question."""
 

@@ -97,7 +97,7 @@ pub fn disk_rows(
         let path = folder.join(Slab::FILE);
         // Each disk is opened after the one before it is closed.
         engine.close_disk();
-        let file = FileIo::open(&path).map_err(|source| Error::Disk { path: path.clone(), source })?;
+        let file = FileIo::open(&path, None).map_err(|source| Error::Disk { path: path.clone(), source })?;
         let disk = Box::new(Throttled::new(file, speed));
         let config = SlabConfig { limit, ..SlabConfig::default() };
         engine.use_disk(|scope| Slab::over(disk, &path, scope, config, None))?;

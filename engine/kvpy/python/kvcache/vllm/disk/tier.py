@@ -1,0 +1,191 @@
+"""``SlabTier``: a secondary tier for vLLM's ``OffloadingConnector``, with vLLM's blocks in a file of limited size.
+
+vLLM copies blocks to its host memory, and gives the rows of that memory to the tier. All methods run in vLLM's
+scheduler and return at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from kvcache._native import Slab
+
+from ..host import caller_of
+from .identity import identity
+from .jobs import Job, Jobs
+from .settings import SlabSettings
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec, OffloadKey, ReqContext
+    from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+logger = init_logger("vllm.kvcache")
+
+GAUGES = {
+    "bytes": "Bytes of the disk tier's file that contain blocks or are set aside.",
+    "limit_bytes": "The size of the disk tier's file.",
+    "records": "Blocks in the disk tier.",
+}
+COUNTERS = {
+    "hits": "Blocks that were read from the disk tier.",
+    "misses": "Blocks that were to be read from the disk tier and were not, for any reason.",
+    "differs": "Blocks in the disk tier that belonged to another prompt or layout.",
+    "damaged": "Blocks in the disk tier whose bytes had changed.",
+    "deadline_exceeded": "Blocks that the disk did not deliver in time.",
+    "read_errors": "Blocks that the disk refused to read.",
+    "write_errors": "Writes that the disk refused.",
+    "stores_dropped": "Blocks that were not written, because there was no room.",
+    "evicted": "Blocks that were evicted from the disk tier.",
+    "loads_failed": "Blocks that vLLM asked for and did not get.",
+    "stores_failed": "Blocks that vLLM offered and that are not on the disk.",
+    "stores_refused": "Of these, blocks that were refused at once, because too many waited.",
+}
+PREFIX = "vllm:kvcache_tier_"
+
+
+class SlabTier(SecondaryTierManager):
+    """Keeps vLLM's offloaded blocks as records in a folder, which survives a restart and a crash."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        chosen = SlabSettings.of(settings)
+        self.locality = Locality(chosen.locality) if chosen.locality else None
+        row_bytes = self.block_size_bytes
+        if chosen.limit < 8 * row_bytes + (1 << 20):
+            raise ValueError(
+                f"limit is {settings['limit']!r}, which is too small: a block takes {row_bytes} bytes; use at least {8 * row_bytes + (1 << 20)}"
+            )
+        vllm_config = caller_of(KVConnectorBase_V1, "its connector")._vllm_config
+        described = identity(offloading_spec, vllm_config, row_bytes, chosen.version)
+        parallel = offloading_spec.config.parallel
+        # Each replica has its own scheduler, and a folder has one owner.
+        replica = [f"replica-{parallel.data_parallel_index}"] if parallel.data_parallel_size > 1 else []
+        self.folder = os.path.join(chosen.path, *replica)
+        self._slab: Slab | None = Slab(self.folder, described, limit=chosen.limit, row_bytes=row_bytes)
+        self._deadline = chosen.write_deadline
+        # vLLM frees its host memory after this tier has been shut down, and nothing may refer to it then.
+        table = np.asarray(primary_kv_view)
+        self._jobs = Jobs(self._slab, table, row_bytes, chosen.read_deadline, chosen.write_deadline)
+        self._missed: dict[str, set[OffloadKey]] = {}
+        """The blocks that could not be loaded, by request. A request asks for a block only once."""
+        self._counts: Counter[str] = Counter()
+        self._reported: dict[str, int] = {}
+        usage = self._slab.usage()
+        logger.info("SlabTier opened %s: %d blocks of at most %d bytes", self.folder, usage["records"], usage["limit_bytes"])
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if self._slab is None or self._jobs.loads.is_resting() or key in self._missed.get(req_context.req_id, ()):
+            return LookupResult.MISS
+        return LookupResult.HIT if self._slab.contains(key) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, is_load=False)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        self._submit(job_metadata, is_load=True)
+
+    def _submit(self, given: TransferJob, is_load: bool) -> None:
+        context = given.req_context
+        pairs = list(zip(given.keys, given.chunk_ids.tolist(), strict=True))
+        # The keys of a store are a set. The beginning of a prompt comes first, and leaves last.
+        pairs.sort(key=lambda pair: context.get_offload_key_position(pair[0]) or 0)
+        names, rows = [key for key, _ in pairs], [row for _, row in pairs]
+        self._jobs.submit(Job(given.job_id, names, rows, is_load, context.req_id))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [self._result(job) for job in self._jobs.take_finished()]
+
+    def _result(self, job: Job) -> JobResult:
+        is_complete = len(job.done) == len(job.names)
+        if not is_complete:
+            done = set(job.done)
+            failed = [name for name in job.names if name not in done]
+            self._counts["loads_failed" if job.is_load else "stores_failed"] += len(failed)
+            what = "read" if job.is_load else "written"
+            logger.warning("SlabTier: %d of %d blocks were not %s: %s", len(failed), len(job.names), what, job.reason)
+            # The request may have ended.
+            if job.is_load and job.request in self._missed:
+                self._missed[job.request].update(failed)
+        return JobResult(
+            job_id=job.number,
+            success=is_complete,
+            successful_keys=tuple(job.done) if job.is_load and job.done and not is_complete else None,
+            transfer_time=job.seconds,
+            transfer_bytes=len(job.done) * self.block_size_bytes,
+        )
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._missed[req_context.req_id] = set()
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._missed.pop(req_context.req_id, None)
+        # vLLM has the beginning of a prompt that is asked often, so it never asks for it here.
+        positions = getattr(req_context, "_offload_key_positions", {})
+        if positions:
+            self._jobs.touch(dict(positions))
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._jobs.touch({key: req_context.get_offload_key_position(key) or 0 for key in keys})
+
+    def drain_jobs(self) -> None:
+        self._jobs.drain()
+
+    def shutdown(self) -> None:
+        slab, self._slab = self._slab, None
+        if slab is None:
+            return
+        self._jobs.close()
+        self._jobs.table = None
+        if not slab.close(deadline=self._deadline):
+            logger.warning("SlabTier: %s did not take its last blocks in %s s", self.folder, self._deadline)
+
+    def usage(self) -> dict[str, int]:
+        """Returns what the tier contains, and what it has done since vLLM started, by name."""
+        if self._slab is None:
+            return {}
+        own = {name: self._counts[name] for name in ("loads_failed", "stores_failed")}
+        return {**self._slab.usage(), **own, "stores_refused": self._jobs.blocks_refused}
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        gauges = {PREFIX + name: OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()}
+        return {**gauges, **{PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()}}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats, usage = OffloadingConnectorStats(), self.usage()
+        for name, value in usage.items():
+            change = value - self._reported.get(name, 0)
+            if name in GAUGES and (change or name not in self._reported):
+                stats.set_gauge(PREFIX + name, value)
+            elif name in COUNTERS and change:
+                stats.increase_counter(PREFIX + name, change)
+        self._reported = usage or self._reported
+        return None if stats.is_empty() else stats
