@@ -63,7 +63,7 @@ pub(crate) const SLICES: &[Slice] = &[
     Slice {
         name: "licences",
         covers: "licences, bans and sources of all dependencies",
-        command: "cargo xtask licences",
+        command: "cargo deny --log-level error check bans licenses sources",
         needs: &[Tool::Cargo("cargo-deny")],
     },
     Slice {
@@ -112,6 +112,12 @@ pub(crate) const SLICES: &[Slice] = &[
         name: "wgpu",
         covers: "the conformance suite in every variant and element type of wgpu",
         command: "cargo xtask conform --backend wgpu --every",
+        needs: &[],
+    },
+    Slice {
+        name: "fuzz",
+        covers: "chat templates, tokenizers and requests, drawn at random",
+        command: "cargo run --release --quiet --all-features --example fuzz -- --seconds 120",
         needs: &[],
     },
     Slice {
