@@ -355,7 +355,8 @@ impl PyForeignCache {
         layers: &[Bound<'_, PyAny>],
         describe: impl Fn(&ForeignTensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
     ) -> PyResult<Self> {
-        Ok(Self(Foreign::Host(described(layers, &ArenaDevice::open("cpu")?, describe)?)))
+        let host = ArenaDevice::open("cpu")?;
+        Ok(Self(Foreign::Host(described(layers, &host, describe)?)))
     }
 }
 
