@@ -79,13 +79,16 @@ impl EvictionPolicy for Broken {
 }
 
 #[test]
-fn a_policy_that_breaks_its_contract_loses_no_block() {
+fn a_policy_that_breaks_its_contract_is_replaced() {
     let config = PoolConfig::default().custom_policy(|_| Box::<Broken>::default());
     let pool = BlockPool::with_config(0..3, config).unwrap();
     (0..2).for_each(|n| store(&pool, n));
-    assert!(pool.allocate(3).is_err());
-    assert!(pool.admit_prefix(&[key(0)], 3, 0).is_err());
-    assert_eq!((pool.counts().free, pool.counts().cached), (1, 2));
+    let (found, fresh) = pool.admit_prefix(&[key(0)], 3, 0).unwrap();
+    assert_eq!((found.len(), fresh.len()), (1, 2), "the least recently used block is evicted");
+    drop((found, fresh));
+    store(&pool, 2);
+    assert_eq!(cached(&pool, 0..3), [0, 2]);
+    assert_eq!(pool.allocate(3).unwrap().len(), 3);
     pool.check_invariants().unwrap();
 }
 

@@ -5,12 +5,13 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvcore::{
-    BlockId, BlockKey, BlockPool, Duplicates, Error, EventQueue, FreeOrder, KeyScope, KvEvent, ManualClock,
-    MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, Retention, SharedBlocks,
+    BlockId, BlockKey, BlockPool, Duplicates, Error, EventQueue, EvictionPolicy, FreeOrder, KeyScope,
+    KvEvent, ManualClock, MutableBlocks, PinnedBlocks, PolicyEntry, PolicyKind, PoolConfig, Retention,
+    SharedBlocks,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
@@ -92,12 +93,67 @@ struct Setup {
     ttl: bool,
 }
 
+/// A policy that reports what another does against its contract. The pool would replace that policy in silence.
+#[derive(Debug)]
+struct Watched {
+    policy: Box<dyn EvictionPolicy>,
+    blocks: HashSet<u32>,
+    faults: Arc<Mutex<Vec<String>>>,
+}
+
+impl Watched {
+    fn expect(&self, right: bool, fault: &str) {
+        if !right || self.policy.len() != self.blocks.len() {
+            self.faults.lock().unwrap().push(format!("{fault}: {:?} for {:?}", self.policy, self.blocks));
+        }
+    }
+}
+
+impl EvictionPolicy for Watched {
+    fn insert(&mut self, block: u32, entry: &PolicyEntry<'_>) {
+        self.policy.insert(block, entry);
+        let new = self.blocks.insert(block);
+        self.expect(new, "insert");
+    }
+
+    fn remove(&mut self, block: u32) {
+        self.policy.remove(block);
+        let known = self.blocks.remove(&block);
+        self.expect(known, "remove");
+    }
+
+    fn evict(&mut self, now: u64) -> Option<u32> {
+        let evicted = self.policy.evict(now);
+        let known = evicted.map_or(self.blocks.is_empty(), |block| self.blocks.remove(&block));
+        self.expect(known, "evict");
+        evicted
+    }
+
+    fn hit(&mut self, block: u32, key: &BlockKey) {
+        self.policy.hit(block, key);
+    }
+
+    fn wants_hits(&self) -> bool {
+        self.policy.wants_hits()
+    }
+
+    fn wants_time(&self) -> bool {
+        self.policy.wants_time()
+    }
+
+    fn len(&self) -> usize {
+        self.policy.len()
+    }
+}
+
 /// The guards that are held, and the model's state of each block.
 struct World {
     pool: BlockPool,
     setup: Setup,
     clock: ManualClock,
     events: Arc<EventQueue>,
+    /// What the policy did against its contract.
+    faults: Arc<Mutex<Vec<String>>>,
     /// The keys that a router considers stored, by block.
     router: HashMap<u32, BlockKey>,
     mutable: Vec<MutableBlocks>,
@@ -135,8 +191,17 @@ fn ids(blocks: &[BlockId]) -> Vec<u32> {
 impl World {
     fn new(setup: Setup) -> Self {
         let (clock, events) = (ManualClock::default(), Arc::new(EventQueue::new(10_000)));
+        let faults: Arc<Mutex<Vec<String>>> = Arc::default();
+        let reported = faults.clone();
+        let watched = move |blocks| -> Box<dyn EvictionPolicy> {
+            Box::new(Watched {
+                policy: setup.policy.build(blocks),
+                blocks: HashSet::new(),
+                faults: reported.clone(),
+            })
+        };
         let mut config = PoolConfig::default()
-            .policy(setup.policy)
+            .custom_policy(watched)
             .shards(setup.shards)
             .free_order(setup.order)
             .duplicates(setup.duplicates)
@@ -152,6 +217,7 @@ impl World {
             setup,
             clock,
             events,
+            faults,
             router: HashMap::new(),
             mutable: Vec::new(),
             shared: Vec::new(),
@@ -478,6 +544,7 @@ impl World {
     /// Compares all observable state of the pool with the model.
     fn check(&mut self) {
         self.pool.check_invariants().unwrap();
+        assert_eq!(*self.faults.lock().unwrap(), Vec::<String>::new());
         let (holders, pins) = (self.holders(), self.pins());
         let keyed: HashSet<u32> = self.keys.values().map(|(block, _)| *block).collect();
         let cached: HashSet<u32> =

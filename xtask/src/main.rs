@@ -15,7 +15,6 @@ mod cuda_ptx;
 mod deep;
 mod features;
 mod forward;
-mod licences;
 mod links;
 mod loom;
 mod metadata;
@@ -96,8 +95,6 @@ enum XtaskCommand {
     Arm,
     /// Lint each crate alone, in every combination of its features.
     Features,
-    /// Check licences, bans and sources of all dependencies (needs cargo-deny).
-    Licences,
 }
 
 fn main() -> ExitCode {
@@ -122,6 +119,5 @@ fn main() -> ExitCode {
         XtaskCommand::Sanitize(args) => sanitize::sanitize(&args),
         XtaskCommand::Arm => arm::arm(),
         XtaskCommand::Features => features::all(),
-        XtaskCommand::Licences => licences::licences(),
     })
 }

@@ -54,11 +54,11 @@ pub enum Error {
     },
     /// The logits of a request are not numbers, because the cache's format cannot store a layer's keys or values.
     #[error(
-        "no token can be chosen: the keys or values of layer {layer} exceed the range of the cache format {format}, so \
-         the logits are not numbers; use the format bf16 or f32"
+        "no token can be chosen: the cache format {format} cannot store the keys or values of layer {layer}, which are \
+         too large or not numbers, so the logits are not numbers; use the format bf16 or f32"
     )]
     CacheOverflow {
-        /// The first layer whose keys or values are too large.
+        /// The first layer whose keys or values cannot be stored.
         layer: usize,
         /// The format of the cache.
         format: kvcore::KvFormat,

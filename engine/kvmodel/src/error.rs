@@ -83,6 +83,19 @@ pub enum Error {
         /// The vocabulary size: the number of embeddings.
         vocabulary: usize,
     },
+    /// A text has more tokens than the model has positions.
+    #[error(
+        "a text of {bytes} bytes has at least {least} tokens, but the model supports at most {limit} positions; shorten \
+         the text"
+    )]
+    TextTooLong {
+        /// The length of the text in bytes.
+        bytes: usize,
+        /// The number of tokens that the text has at least.
+        least: usize,
+        /// The model's number of positions.
+        limit: usize,
+    },
     /// The prompt has no tokens.
     #[error("the prompt is empty; give it at least one token")]
     EmptyPrompt,

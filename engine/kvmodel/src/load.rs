@@ -60,7 +60,7 @@ impl ModelDirectory {
     ) -> Result<Self> {
         if path.is_file() {
             let (model, codec, notes) = gguf::load(path, (format, access), dense, progress)?;
-            Ok(Self { model, codec, notes })
+            Ok(Self::of(model, codec, notes))
         } else {
             directory(path, (format, access), dense, progress)
         }
@@ -81,7 +81,12 @@ impl ModelDirectory {
         let codec = TextCodec::from_bytes(tokenizer, tokenizer_config)?;
         let weights = Weights::from_bytes(weights)?;
         notes.extend(notes::untie(&mut config, &weights));
-        Ok(Self { model: Model::with_dense(config, weights, format, dense)?, codec, notes })
+        Ok(Self::of(Model::with_dense(config, weights, format, dense)?, codec, notes))
+    }
+
+    fn of(model: Model, codec: TextCodec, notes: Vec<String>) -> Self {
+        let codec = codec.with_limit(model.config().max_positions);
+        Self { model, codec, notes }
     }
 }
 
@@ -108,5 +113,5 @@ fn directory(
         }
         _ => error,
     })?;
-    Ok(ModelDirectory { model, codec, notes })
+    Ok(ModelDirectory::of(model, codec, notes))
 }

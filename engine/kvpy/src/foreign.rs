@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvbackend_cpu::{CpuBackend, ForeignLoad, ForeignOrder, ForeignPlane, ForeignShape};
 use kvcore::{
     BlockOrder, Gather, KvArena, KvFormat, KvLayout, KvShape, LayerRopes, MemoryKind, Operation,
-    PlaneStrides, Rotation, Scatter, SlotMapping, TensorView, WriteSlots, allocate_tensor,
+    PlaneStrides, Rotation, Scatter, SlotMapping, Storage, TensorView, WriteSlots, allocate_tensor,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -148,10 +148,17 @@ impl ArenaSide<'_> {
             return Err(self.elsewhere("a device"));
         }
         let (expected, got) = (self.arena.layout().shape().num_layers, layers.len());
-        if expected == got {
-            return Ok(());
+        if expected != got {
+            return Err(kvcore::Error::mismatch("layers of the cache", expected, got).into());
         }
-        Err(kvcore::Error::mismatch("layers of the cache", expected, got).into())
+        let memory = |of: &Arc<dyn Storage>| of.address()..of.address() + of.len() as u64;
+        let own = || self.arena.storages().map(memory);
+        let mut theirs = layers.iter().flat_map(KvArena::storages).map(memory);
+        if theirs.any(|theirs| own().any(|own| own.start < theirs.end && theirs.start < own.end)) {
+            let what = "the arena and another engine's cache";
+            return Err(kvcore::Error::Aliased { what }.into());
+        }
+        Ok(())
     }
 }
 
@@ -305,14 +312,15 @@ impl PyForeignCache {
 impl PyForeignCache {
     /// Describes layers made of rows, in which a value follows each key.
     fn of_rows(layers: &[Bound<'_, PyAny>], device: Arc<ArenaDevice>) -> PyResult<Self> {
+        let checked = described(layers, &device, |tensor| {
+            let (shape, [block, head, token], dim) = row_axes(tensor)?;
+            let order = ForeignOrder::Rows { token };
+            let storage = &tensor.storage;
+            let plane = |start| ForeignPlane { storage: Arc::clone(storage), start, block, head, order };
+            Ok((shape, [plane(0), plane(dim)]))
+        })?;
         if matches!(*device, ArenaDevice::Cpu(..)) {
-            return Self::of_layers(layers, |tensor| {
-                let (shape, [block, head, token], dim) = row_axes(tensor)?;
-                let order = ForeignOrder::Rows { token };
-                let storage = &tensor.storage;
-                let plane = |start| ForeignPlane { storage: Arc::clone(storage), start, block, head, order };
-                Ok((shape, [plane(0), plane(dim)]))
-            });
+            return Ok(Self(Foreign::Host(checked)));
         }
         let arena = |layer: &Bound<'_, PyAny>| -> PyResult<KvArena> {
             let tensor = ForeignTensor::of_written(layer, &device)?;
@@ -340,14 +348,7 @@ impl PyForeignCache {
             Ok(build()?)
         };
         let arenas = layers.iter().map(arena).collect::<PyResult<Vec<_>>>()?;
-        let shapes = || arenas.iter().map(|arena| arena.layout().shape());
-        match shapes().next() {
-            None => Err(PyValueError::new_err("a cache needs at least one layer")),
-            Some(first) => match shapes().find(|shape| *shape != first) {
-                Some(other) => Err(PyValueError::new_err(format!("layers differ: {first:?} and {other:?}"))),
-                None => Ok(Self(Foreign::Device(device, arenas))),
-            },
-        }
+        Ok(Self(Foreign::Device(device, arenas)))
     }
 
     fn of_layers(
@@ -355,21 +356,30 @@ impl PyForeignCache {
         describe: impl Fn(&ForeignTensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
     ) -> PyResult<Self> {
         let host = ArenaDevice::open("cpu")?;
-        let mut all = Vec::with_capacity(layers.len());
-        let mut first: Option<ForeignShape> = None;
-        for layer in layers {
-            let (shape, planes) = describe(&ForeignTensor::of_written(layer, &host)?)?;
-            match &first {
-                Some(first) if *first != shape => {
-                    return Err(PyValueError::new_err(format!("layers differ: {first:?} and {shape:?}")));
-                }
-                _ => first = Some(shape),
-            }
-            all.push(planes);
-        }
-        let Some(shape) = first else {
-            return Err(PyValueError::new_err("a cache needs at least one layer"));
-        };
-        Ok(Self(Foreign::Host(kvbackend_cpu::ForeignCache::new(shape, all).map_err(CallError::from)?)))
+        Ok(Self(Foreign::Host(described(layers, &host, describe)?)))
     }
+}
+
+/// Describes the layers of a cache on any device, and checks that no two planes share an element.
+fn described(
+    layers: &[Bound<'_, PyAny>],
+    device: &ArenaDevice,
+    describe: impl Fn(&ForeignTensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
+) -> PyResult<kvbackend_cpu::ForeignCache> {
+    let mut all = Vec::with_capacity(layers.len());
+    let mut first: Option<ForeignShape> = None;
+    for layer in layers {
+        let (shape, planes) = describe(&ForeignTensor::of_written(layer, device)?)?;
+        match &first {
+            Some(first) if *first != shape => {
+                return Err(PyValueError::new_err(format!("layers differ: {first:?} and {shape:?}")));
+            }
+            _ => first = Some(shape),
+        }
+        all.push(planes);
+    }
+    let Some(shape) = first else {
+        return Err(PyValueError::new_err("a cache needs at least one layer"));
+    };
+    Ok(kvbackend_cpu::ForeignCache::new(shape, all).map_err(CallError::from)?)
 }

@@ -229,6 +229,35 @@ def test_rows_go_to_and_from_an_engines_cache_on_a_gpu(order: str, distance: int
         own.load(pairs[0][1], [([0], [48], 0)], ropes())
 
 
+class SharedArray(DeviceArray):
+    """Blocks of another array, in the same device memory."""
+
+    def __init__(self, of: DeviceArray, first: int, blocks: int) -> None:
+        self.of, self.driver, self.bytes, self.strides, self.streams = of, of.driver, of.bytes, of.strides, []
+        self.shape = (blocks, *of.shape[1:])
+        self.address = ctypes.c_uint64(of.address.value + 4 * first)
+
+
+def test_layers_over_one_memory_are_refused_on_a_gpu() -> None:
+    cuda_arena()
+    driver = Driver()
+    drawn = np.zeros((3, HEADS, 16, 2 * DIM), np.float32)
+    first, second = DeviceArray(driver, drawn), DeviceArray(driver, drawn)
+    block, row = HEADS * 16 * 2 * DIM, 2 * DIM
+    for layers in (
+        [first, first],
+        [first, second, SharedArray(first, 0, 3)],
+        [SharedArray(first, 0, 2), SharedArray(first, block, 2)],
+        [SharedArray(second, 0, 2), SharedArray(second, row, 2)],
+        [SharedArray(second, 0, 2), SharedArray(second, DIM, 2)],
+    ):
+        with pytest.raises(kvcache.KvCacheError, match="operands share memory"):
+            kvcache.ForeignCache.interleaved(layers, "rows", "cuda")
+    kept = kvcache.ForeignCache.interleaved([first, second], "rows", "cuda")
+    apart = kvcache.ForeignCache.interleaved([SharedArray(first, 0, 1), SharedArray(first, block, 1)], "rows", "cuda")
+    del kept, apart
+
+
 def test_the_connector_knows_layouts_of_gpus_by_their_backends() -> None:
     cuda_arena()
     driver = Driver()

@@ -1,7 +1,7 @@
 """Goldens for GGUF files, made by llama.cpp: tokens of texts, and greedy answers of small models.
 
 Writes engine/kvmodel/tests/goldens/gguf_tokenizers.json: the IDs that llama.cpp gives each text in TEXTS, for each
-pre-tokenizer in PRE and for a vocabulary with scores. The vocabulary is merged across words, so that a text that is
+pre-tokenizer in PRE and for a vocabulary with scores, and whether prompts begin with a token of their own. The vocabulary is merged across words, so that a text that is
 split elsewhere has other tokens. Writes engine/kvmodel/tests/goldens/gguf/*.gguf as well: models of 1 layer with
 random weights, whose greedy answers are in the same JSON.
 
@@ -25,6 +25,8 @@ PRE = [
     "default", "gpt-2", "smollm", "command-r", "llama-bpe", "llama-v3", "falcon3", "smaug-bpe", "glm4",
     "deepseek-r1-qwen", "stablelm2", "grok-2", "qwen35", "deepseek-v3", "deepseek-coder", "falcon", "tekken", "gpt-4o",
     "llama4", "bailingmoe", "seed-coder", "poro-chat", "viking", "exaone", "olmo", "dbrx", "mpt", "minerva-7b",
+    "deepseek-llm", "kimi-k2", "youtu", "afmoe", "exaone-moe", "jais-2", "tiny_aya", "chameleon", "glm5", "minicpm5",
+    "granite-embed-multi-97m", "ufakzeka", "roberta-bpe", "superbpe",
 ]
 TEXTS = [
     "Hello wide world, it's 12345 and they'll SAY'RE",
@@ -39,6 +41,12 @@ TEXTS = [
     "a",
     " a",
     "aa  bb   cc    dd\u00a0ee\u3000ff",
+    "x     y         z\t\t\t\t\tw          \n",
+    "中文a，「中」a's 中 中１２中漢字かなカナ한 中ABC中abc中 hello中 ㅋㅋ 、。",
+    "12 123 1234 12345 123456 1234567 ab1234cd ١٢٣٤٥",
+    "'Llama 'reX 'sabc it'S'd 4 a\u0301b1c22d333e4444",
+    "अ आ b c सत्\u200dय ab \n\n   ",
+    "<sentinel:12> IMGIMGABZ (a) [b]    c",
 ]
 
 
@@ -92,14 +100,18 @@ def write(path, rng, tokenizer, kind=gguf.GGMLQuantizationType.F16):
     writer.close()
 
 
-def bytes_of(pre, tokens, merges):
+def bytes_of(pre, tokens, merges, begins=False, rope=None):
     def add(writer):
+        if rope is not None:
+            writer.add_float32(f"llama.rope.{rope}", 8.0)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
         writer.add_token_list(tokens)
         writer.add_token_types([1] * len(tokens))
         writer.add_token_merges(merges)
-        writer.add_add_bos_token(False)
+        writer.add_bos_token_id(0)
+        if begins is not None:
+            writer.add_add_bos_token(begins)
         return len(tokens)
 
     return add
@@ -141,10 +153,11 @@ class Llama:
 
 
 def main():
-    rng = np.random.default_rng(44)
     tokens, merges = vocabulary(TEXTS, None)
+    # A token that no merge makes.
+    tokens.append("Hello")
     goldens = {"header": f"made by proof/goldens/gguf/llama_cpp.py with xllamacpp {xllamacpp.__version__}"}
-    goldens |= {"texts": TEXTS, "tokens": tokens, "merges": merges, "ids": {}, "answers": {}}
+    goldens |= {"texts": TEXTS, "tokens": tokens, "merges": merges, "ids": {}, "begins": {}, "answers": {}}
     pieces, _ = vocabulary(TEXTS, "▁")
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + pieces
     scores = [0.0] * 259 + [-float(i) for i in range(len(pieces) - 259)]
@@ -154,20 +167,27 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         for pre in PRE:
             path = pathlib.Path(folder) / f"{pre}.gguf"
-            write(path, rng, bytes_of(pre, tokens, merges))
+            write(path, np.random.default_rng(0), bytes_of(pre, tokens, merges, begins=None))
             llama = Llama(path)
             goldens["ids"][pre] = [llama.tokens(text) for text in TEXTS]
+            goldens["begins"][pre] = llama.tokens("a", special=True) != llama.tokens("a")
     models = {
         "scores": (scored(pieces, scores, kinds), gguf.GGMLQuantizationType.F16),
         "tekken": (bytes_of("tekken", tokens, merges), gguf.GGMLQuantizationType.F16),
         "qwen35": (bytes_of("qwen35", tokens, merges), gguf.GGMLQuantizationType.F16),
         "iq4_nl": (bytes_of("llama-v3", tokens, merges), gguf.GGMLQuantizationType.IQ4_NL),
+        "linear": (bytes_of("gpt-2", tokens, merges, rope="scaling.factor"), gguf.GGMLQuantizationType.F16),
+        "scale_linear": (bytes_of("gpt-2", tokens, merges, rope="scale_linear"), gguf.GGMLQuantizationType.F16),
     }
     for name, (tokenizer, kind) in models.items():
         path = OUT / "gguf" / f"{name}.gguf"
-        write(path, rng, tokenizer, kind)
+        # With this seed, no two tokens are almost equally likely. llama.cpp rounds activations to eight bits if weights
+        # are IQ4_NL, which would then choose the other one.
+        write(path, np.random.default_rng(47), tokenizer, kind)
         llama = Llama(path)
-        goldens["answers"][name] = [{"text": text, "tokens": llama.answer(text)} for text in TEXTS[:3]]
+        # A long text shows how the rotary embedding is scaled.
+        texts = [TEXTS[0] * 4] if name in ("linear", "scale_linear") else TEXTS[:3]
+        goldens["answers"][name] = [{"text": text, "tokens": llama.answer(text)} for text in texts]
         if name == "scores":
             goldens["scored"]["ids"] = [llama.tokens(text) for text in TEXTS]
             goldens["scored"]["begun"] = llama.tokens(TEXTS[0], special=True)

@@ -67,7 +67,7 @@ pub(crate) const SLICES: &[Slice] = &[
     Slice {
         name: "licences",
         covers: "licences, bans and sources of all dependencies",
-        command: "cargo xtask licences",
+        command: "cargo deny --log-level error check bans licenses sources",
         needs: &[Tool::Cargo("cargo-deny")],
     },
     Slice {
@@ -114,6 +114,11 @@ pub(crate) const SLICES: &[Slice] = &[
         "wgpu",
         "the conformance suite in every variant and element type of wgpu",
         "cargo xtask conform --backend wgpu --every",
+    ),
+    plain(
+        "fuzz",
+        "chat templates, tokenizers and requests, drawn at random",
+        "cargo run --release --quiet --all-features --example fuzz -- --seconds 120",
     ),
     plain(
         "quality",

@@ -2,6 +2,7 @@
 //! for them or await them.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
@@ -95,12 +96,14 @@ impl Answer {
     /// Returns the next event, or `None` at the end of the stream. If there is no event yet, returns
     /// [`Poll::Pending`] and wakes the task when there is one.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<AnswerEvent>>> {
+        // A waker is cloned and dropped without the lock, because its code may read the answer.
+        let mut waker = Some(context.waker().clone());
         let mut state = self.channel.state.lock();
         match state.events.pop_front() {
             Some(event) => Poll::Ready(Some(event)),
             None if state.closed => Poll::Ready(None),
             None => {
-                state.waker = Some(context.waker().clone());
+                std::mem::swap(&mut state.waker, &mut waker);
                 Poll::Pending
             }
         }
@@ -184,7 +187,8 @@ impl AnswerSender {
         drop(state);
         self.0.changed.notify_all();
         if let Some(waker) = waker {
-            waker.wake();
+            // A waker that panics concerns only its own task, not the engine's step.
+            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
         }
     }
 }

@@ -59,10 +59,7 @@ fn reason(runner: &Runner, ropes: &LayerRopes, input: &SequenceInput) -> Error {
         let format = device.arenas[group].layout().shape().format;
         match broken {
             None => (),
-            // This format stores magnitudes above 65,504 as infinity.
-            Some(Broken::Infinite) if format == KvFormat::Dense(DType::F16) => {
-                return Error::CacheOverflow { layer, format };
-            }
+            Some(broken) if broken.is_overflow(format) => return Error::CacheOverflow { layer, format },
             Some(_) => return Error::NotNumbers { layer: Some(layer) },
         }
     }
@@ -70,26 +67,40 @@ fn reason(runner: &Runner, ropes: &LayerRopes, input: &SequenceInput) -> Error {
 }
 
 /// The way in which keys or values are not finite.
-enum Broken {
-    Infinite,
-    NotNumbers,
+#[derive(Default)]
+struct Broken {
+    infinite: bool,
+    nan: bool,
+}
+
+impl Broken {
+    /// Returns true if a format cannot store values that may be numbers.
+    fn is_overflow(&self, format: KvFormat) -> bool {
+        match format {
+            // Magnitudes above 65,504 are stored as infinity.
+            KvFormat::Dense(DType::F16) => self.infinite && !self.nan,
+            // A group whose scale is too large for f16 is not a number as a whole.
+            KvFormat::Int8 { .. } | KvFormat::Int4 { .. } => true,
+            _ => false,
+        }
+    }
 }
 
 /// Returns how some of the keys and values that a layer stores for the segments are not finite, or `None` if
 /// all of them are finite.
 fn broken(runner: &Runner, ropes: &LayerRopes, layer: usize, segments: &[Segment]) -> Result<Option<Broken>> {
-    let mut infinite = false;
+    let mut broken = Broken::default();
     for segment in segments {
         for first in (0..segment.len).step_by(READ) {
             let tokens = first..segment.len.min(first + READ);
             let (k, v) = runner.model.keys_in_use(&runner.device(), ropes, layer, segment, tokens)?;
-            if k.iter().chain(&v).any(|x| x.is_nan()) {
-                return Ok(Some(Broken::NotNumbers));
+            for x in k.iter().chain(&v) {
+                broken.nan |= x.is_nan();
+                broken.infinite |= x.is_infinite();
             }
-            infinite |= k.iter().chain(&v).any(|x| x.is_infinite());
         }
     }
-    Ok(infinite.then_some(Broken::Infinite))
+    Ok((broken.nan || broken.infinite).then_some(broken))
 }
 
 #[cfg(test)]

@@ -79,6 +79,10 @@ fn logits_that_are_no_numbers_are_an_error(
 #[case::keys(DType::F16.into(), "model.layers.1.self_attn.k_proj.weight", 1)]
 #[case::values(DType::F16.into(), "model.layers.0.self_attn.v_proj.weight", 0)]
 #[case::values_of_the_last_layer(DType::F16.into(), "model.layers.1.self_attn.v_proj.weight", 1)]
+#[case::keys_of_bytes("int8:8".parse().unwrap(), "model.layers.1.self_attn.k_proj.weight", 1)]
+#[case::values_of_bytes("int8:8".parse().unwrap(), "model.layers.0.self_attn.v_proj.weight", 0)]
+#[case::keys_of_half_bytes("int4:8".parse().unwrap(), "model.layers.0.self_attn.k_proj.weight", 0)]
+#[case::values_of_half_bytes("int4:8".parse().unwrap(), "model.layers.1.self_attn.v_proj.weight", 1)]
 fn an_overflow_of_the_cache_names_the_layer_and_the_format(
     #[case] format: KvFormat,
     #[case] weight: &str,
@@ -97,6 +101,19 @@ fn an_overflow_of_the_cache_names_the_layer_and_the_format(
     // The same model has numbers in a cache with a larger range.
     let mut wide = engine_for(changed("llama", weight, large), DType::F32.into());
     assert_eq!(wide.generate(&plain(3..12), &mut ()).unwrap().tokens.len(), 4);
+}
+
+/// These formats store large values as their largest one.
+#[rstest]
+fn formats_that_saturate_have_no_overflow(
+    #[values("fp8-e4m3", "fp8-e5m2", "fp8-e4m3:head", "fp8-e5m2:head")] format: &str,
+) {
+    let large = |_, x| x * 1e9;
+    for weight in ["model.layers.0.self_attn.v_proj.weight", "model.layers.1.self_attn.k_proj.weight"] {
+        let mut engine = engine_for(changed("llama", weight, large), format.parse().unwrap());
+        assert_eq!(engine.generate(&plain(3..12), &mut ()).unwrap().tokens.len(), 4);
+        assert_nothing_held(&engine);
+    }
 }
 
 #[test]

@@ -5,10 +5,14 @@
 use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::task::{Context, Poll, Wake};
 
 use kvchunk::{ChunkSpan, Evidence, Findings, Recompute, RecomputeStrategy, ReuseCell, TokenSelection};
-use kvengine::{BeamSearch, Engine, EngineConfig, Error, PromptTokens, Request, Scheduling};
+use kvengine::{
+    Answer, AnswerEvent, BeamSearch, Engine, EngineConfig, Error, PromptTokens, Request, Scheduling,
+};
 use kvmodel::Observer;
 use rstest::rstest;
 
@@ -172,4 +176,61 @@ fn a_panic_ends_the_requests_that_have_begun_and_waiting_requests_go_on() {
         assert_eq!(engine.generate(&plain(), &mut ()).unwrap().tokens, expected, "{n}");
     }
     assert!(interrupted > 50, "{interrupted}");
+}
+
+/// A waker that reads the answer it waits for, and panics when it is woken.
+struct Rude {
+    answer: Mutex<Option<Weak<Mutex<Answer>>>>,
+    woken: AtomicUsize,
+}
+
+impl Wake for Rude {
+    fn wake(self: Arc<Self>) {
+        let answer = self.answer.lock().unwrap().as_ref().and_then(Weak::upgrade);
+        if let Some(Ok(answer)) = answer.as_ref().map(|answer| answer.try_lock()) {
+            assert!(!answer.is_over() || self.woken.load(Ordering::Relaxed) > 0);
+        }
+        self.woken.fetch_add(1, Ordering::Relaxed);
+        panic!("the task is gone");
+    }
+}
+
+impl Drop for Rude {
+    fn drop(&mut self) {
+        // The last clone is dropped while another waker takes its place.
+        if let Some(answer) = self.answer.lock().unwrap().as_ref().and_then(Weak::upgrade) {
+            drop(answer.try_lock().map(|answer| answer.is_over()));
+        }
+    }
+}
+
+#[rstest]
+fn a_waker_may_panic_at_every_event(#[values("plain", "link:2")] how: &str) {
+    let request = if how == "plain" { plain() } else { chunked(how) };
+    let mut engine = engine(Faulty::new());
+    let expected = engine.generate(&request, &mut ()).unwrap().tokens;
+    let answer = Arc::new(Mutex::new(engine.submit(request).unwrap()));
+    let (mut tokens, mut woken) = (Vec::new(), 0);
+    loop {
+        let waker =
+            Arc::new(Rude { answer: Mutex::new(Some(Arc::downgrade(&answer))), woken: AtomicUsize::new(0) });
+        let polled = {
+            let waker = std::task::Waker::from(Arc::clone(&waker));
+            answer.lock().unwrap().poll_next(&mut Context::from_waker(&waker))
+        };
+        match polled {
+            Poll::Ready(None) => break,
+            Poll::Ready(Some(event)) => match event.unwrap() {
+                AnswerEvent::Token { token, .. } => tokens.push(token),
+                AnswerEvent::End { .. } => {}
+            },
+            Poll::Pending => {
+                // The step goes on for the other requests.
+                engine.step().unwrap();
+                woken += waker.woken.load(Ordering::Relaxed);
+            }
+        }
+    }
+    assert!(tokens == expected && woken > 2, "{tokens:?}, woken {woken} times");
+    assert_nothing_held(&engine);
 }

@@ -58,11 +58,13 @@ const END: &str = "<|end|>";
 
 /// Returns true if a token ends an answer whatever its type is in the file. Such a token has no text.
 pub(super) fn is_known(text: &str, tokens: &[&str]) -> bool {
+    // Only texts with exceptions search the vocabulary, because this is asked for every token.
     let has = |text: &str| tokens.contains(&text);
-    let by_messages =
-        (has("<|return|>") && has("<|call|>")) || ((has("<|call|>") || has("<|calls|>")) && has("<|flush|>"));
+    let by_messages = || {
+        (has("<|return|>") && has("<|call|>")) || ((has("<|call|>") || has("<|calls|>")) && has("<|flush|>"))
+    };
     match text {
-        END => !by_messages,
+        END => !by_messages(),
         "</s>" => !has("<|tool_response>"),
         text => TEXTS.contains(&text),
     }

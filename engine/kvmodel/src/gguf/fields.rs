@@ -16,6 +16,15 @@ const ALIGNMENT: u64 = 32;
 const TEXT: u64 = 1 << 24;
 /// The maximum number of axes per tensor.
 const AXES: u32 = 4;
+/// The maximum numbers of fields and of tensors. Each takes more memory than in the file.
+const ENTRIES: u64 = 1 << 16;
+/// The maximum number of elements in a list that is used. The largest vocabularies have about a million tokens.
+const ELEMENTS: usize = 1 << 22;
+
+/// GGUF's type ID for strings.
+const TEXT_KIND: u32 = 8;
+/// GGUF's type ID for lists.
+const LIST_KIND: u32 = 9;
 
 /// The value of a field. Integers of all widths share one variant.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,7 +33,56 @@ pub(super) enum FieldValue {
     Real(f64),
     Bool(bool),
     Text(String),
-    List(Vec<FieldValue>),
+    Texts(TextList),
+    /// A list of numbers or Booleans.
+    List {
+        /// GGUF's type ID of an element.
+        kind: u32,
+        /// The elements, as in the file.
+        elements: Vec<u8>,
+    },
+}
+
+/// A list of strings.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(super) struct TextList {
+    /// All strings in a row.
+    text: String,
+    /// The offset of each string's end.
+    ends: Vec<usize>,
+}
+
+static NO_TEXTS: TextList = TextList { text: String::new(), ends: Vec::new() };
+
+/// Returns the number of bytes of a number or Boolean.
+fn width(kind: u32, what: &str) -> Result<u64, GgufFailure> {
+    Ok(match kind {
+        0 | 1 | 7 => 1,
+        2 | 3 => 2,
+        4..=6 => 4,
+        10..=12 => 8,
+        other => return wrong(format!("{what} has type {other}, which GGUF does not define")),
+    })
+}
+
+/// Converts a number or Boolean of [`width`] bytes.
+fn scalar(kind: u32, bytes: &[u8]) -> FieldValue {
+    let mut eight = [0; 8];
+    eight[..bytes.len()].copy_from_slice(bytes);
+    let unsigned = u64::from_le_bytes(eight);
+    // Shifts the sign bit to the top and back.
+    let signed = |bits: u32| (unsigned as i64) << (64 - bits) >> (64 - bits);
+    match kind {
+        1 => FieldValue::Whole(signed(8).into()),
+        3 => FieldValue::Whole(signed(16).into()),
+        5 => FieldValue::Whole(signed(32).into()),
+        // Recovers the number that the writer meant: the shortest decimal that rounds to this f32.
+        6 => FieldValue::Real(f32::from_bits(unsigned as u32).to_string().parse().unwrap_or(f64::NAN)),
+        7 => FieldValue::Bool(unsigned != 0),
+        11 => FieldValue::Whole((unsigned as i64).into()),
+        12 => FieldValue::Real(f64::from_bits(unsigned)),
+        _ => FieldValue::Whole(unsigned.into()),
+    }
 }
 
 /// The description of a tensor in the header.
@@ -104,44 +162,39 @@ impl<R: Read> FieldReader<R> {
     }
 
     fn value(&mut self, kind: u32, what: &str) -> Result<FieldValue, GgufFailure> {
-        Ok(match kind {
-            0 => FieldValue::Whole(self.number::<1>(what)?[0].into()),
-            1 => FieldValue::Whole(i8::from_le_bytes(self.number(what)?).into()),
-            2 => FieldValue::Whole(u16::from_le_bytes(self.number(what)?).into()),
-            3 => FieldValue::Whole(i16::from_le_bytes(self.number(what)?).into()),
-            4 => FieldValue::Whole(self.u32(what)?.into()),
-            5 => FieldValue::Whole(i32::from_le_bytes(self.number(what)?).into()),
-            // Recovers the number that the writer meant: the shortest decimal that rounds to this f32.
-            6 => FieldValue::Real(
-                f32::from_le_bytes(self.number(what)?).to_string().parse().unwrap_or(f64::NAN),
-            ),
-            7 => FieldValue::Bool(self.number::<1>(what)?[0] != 0),
-            8 => FieldValue::Text(self.text(what)?),
-            9 => self.list(what)?,
-            10 => FieldValue::Whole(self.u64(what)?.into()),
-            11 => FieldValue::Whole(i64::from_le_bytes(self.number(what)?).into()),
-            12 => FieldValue::Real(f64::from_le_bytes(self.number(what)?)),
-            other => return wrong(format!("{what} has type {other}, which GGUF does not define")),
-        })
+        match kind {
+            TEXT_KIND => Ok(FieldValue::Text(self.text(what)?)),
+            LIST_KIND => self.list(what),
+            _ => {
+                let bytes = self.bytes(width(kind, what)?, what)?;
+                Ok(scalar(kind, &bytes))
+            }
+        }
     }
 
+    /// Reads a list, which takes about as much memory as in the file.
     fn list(&mut self, what: &str) -> Result<FieldValue, GgufFailure> {
         let (kind, count) = (self.u32(what)?, self.u64(what)?);
-        if kind == 9 {
+        if kind == LIST_KIND {
             return wrong(format!("{what} is a list of lists"));
         }
-        // Each element takes at least one byte.
-        if count > self.left() {
+        // A string takes eight bytes and its text.
+        let each = if kind == TEXT_KIND { 8 } else { width(kind, what)? };
+        if count.checked_mul(each).is_none_or(|bytes| bytes > self.left()) {
             return wrong(format!(
                 "{what} has {count} elements, but only {} bytes are left in the file",
                 self.left()
             ));
         }
-        let mut list = Vec::new();
-        for _ in 0..count {
-            list.push(self.value(kind, what)?);
+        if kind != TEXT_KIND {
+            return Ok(FieldValue::List { kind, elements: self.bytes(count * each, what)? });
         }
-        Ok(FieldValue::List(list))
+        let mut list = TextList::default();
+        for _ in 0..count {
+            list.text += &self.text(what)?;
+            list.ends.push(list.text.len());
+        }
+        Ok(FieldValue::Texts(list))
     }
 
     fn tensor(&mut self, number: u64) -> Result<TensorPlace, GgufFailure> {
@@ -173,6 +226,11 @@ impl Header {
             return wrong(format!("GGUF version {version} is not supported (supported: 2 and 3)"));
         }
         let (tensors, count) = (reader.u64("the number of tensors")?, reader.u64("the number of fields")?);
+        for (what, entries) in [("tensors", tensors), ("fields", count)] {
+            if entries > ENTRIES {
+                return wrong(format!("it has {entries} {what}, more than {ENTRIES}"));
+            }
+        }
         let mut fields = HashMap::new();
         for number in 0..count {
             let name = reader.text(&format!("the name of field {number}"))?;
@@ -250,42 +308,48 @@ impl Header {
     }
 
     pub(super) fn texts(&self, name: &str) -> Result<Option<Vec<&str>>, GgufFailure> {
-        let text = |value: &'_ FieldValue| matches!(value, FieldValue::Text(_));
-        self.of_kind(name, "list of strings", |value| match value {
-            FieldValue::List(list) if list.iter().all(text) => Some(
-                list.iter()
-                    .filter_map(|value| match value {
-                        FieldValue::Text(text) => Some(text.as_str()),
-                        _ => None,
-                    })
-                    .collect(),
-            ),
+        let list = self.of_kind(name, "list of strings", |value| match value {
+            FieldValue::Texts(list) => Some(list),
+            FieldValue::List { elements, .. } if elements.is_empty() => Some(&NO_TEXTS),
             _ => None,
-        })
+        })?;
+        let Some(TextList { text, ends }) = list else { return Ok(None) };
+        few(name, ends.len())?;
+        let starts = std::iter::once(&0).chain(ends);
+        Ok(Some(starts.zip(ends).map(|(&start, &end)| &text[start..end]).collect()))
+    }
+
+    /// Returns the elements of a list, converted by `read`.
+    fn list<T>(
+        &self,
+        name: &str,
+        kind: &str,
+        read: impl Fn(FieldValue) -> Option<T>,
+    ) -> Result<Option<Vec<T>>, GgufFailure> {
+        let list = self.of_kind(name, kind, |value| match value {
+            FieldValue::List { kind, elements } => Some((*kind, elements.as_slice())),
+            FieldValue::Texts(list) if list.ends.is_empty() => Some((0, [].as_slice())),
+            _ => None,
+        })?;
+        let Some((of, elements)) = list else { return Ok(None) };
+        let width = width(of, name)? as usize;
+        few(name, elements.len() / width)?;
+        match elements.chunks_exact(width).map(|bytes| read(scalar(of, bytes))).collect() {
+            Some(list) => Ok(Some(list)),
+            None => wrong(format!("field {name:?} is not a {kind}")),
+        }
     }
 
     pub(super) fn wholes(&self, name: &str) -> Result<Option<Vec<i64>>, GgufFailure> {
-        self.of_kind(name, "list of whole numbers", |value| match value {
-            FieldValue::List(list) => list
-                .iter()
-                .map(|value| match *value {
-                    FieldValue::Whole(n) => i64::try_from(n).ok(),
-                    _ => None,
-                })
-                .collect(),
+        self.list(name, "list of whole numbers", |value| match value {
+            FieldValue::Whole(n) => i64::try_from(n).ok(),
             _ => None,
         })
     }
 
     pub(super) fn reals(&self, name: &str) -> Result<Option<Vec<f64>>, GgufFailure> {
-        self.of_kind(name, "list of finite numbers", |value| match value {
-            FieldValue::List(list) => list
-                .iter()
-                .map(|value| match *value {
-                    FieldValue::Real(x) => Some(x).filter(|x| x.is_finite()),
-                    _ => None,
-                })
-                .collect(),
+        self.list(name, "list of finite numbers", |value| match value {
+            FieldValue::Real(x) => Some(x).filter(|x| x.is_finite()),
             _ => None,
         })
     }
@@ -305,4 +369,12 @@ impl Header {
 /// Returns the value of a required field.
 pub(super) fn required<T>(name: &str, value: Option<T>) -> Result<T, GgufFailure> {
     value.map_or_else(|| wrong(format!("field {name:?} is missing")), Ok)
+}
+
+/// Checks that a list that is used has few enough elements.
+fn few(name: &str, count: usize) -> Result<(), GgufFailure> {
+    if count > ELEMENTS {
+        return wrong(format!("field {name:?} has {count} elements, more than {ELEMENTS}"));
+    }
+    Ok(())
 }

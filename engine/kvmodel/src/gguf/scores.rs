@@ -10,6 +10,8 @@ use super::tokenizer::Merging;
 
 /// GGUF's type ID for ordinary tokens.
 const ORDINARY: i64 = 1;
+/// The maximum number of bytes in a token. Each is tried as the end of a part.
+const LONGEST: usize = 1024;
 /// The character that stands for a space.
 const SPACE: &str = "▁";
 
@@ -22,6 +24,12 @@ pub(super) fn merging(header: &Header, tokens: &[&str], kinds: &[i64]) -> Result
             "\"tokenizer.ggml.scores\" has {} entries for {} tokens",
             scores.len(),
             tokens.len()
+        ));
+    }
+    if let Some(id) = tokens.iter().position(|token| token.len() > LONGEST) {
+        return wrong(format!(
+            "token {id} of \"tokenizer.ggml.tokens\" has {} bytes, more than {LONGEST}",
+            tokens[id].len()
         ));
     }
     let unknown = header.whole("tokenizer.ggml.unknown_token_id")?.unwrap_or(0);
@@ -46,6 +54,7 @@ pub(super) fn merging(header: &Header, tokens: &[&str], kinds: &[i64]) -> Result
         decoder: json!({ "type": "Sequence", "decoders": decoders }),
         merges: merges(tokens, kinds, &scores),
         ignore_merges: false,
+        begins: true,
         unknown: json!(unknown),
         byte_fallback: true,
     })

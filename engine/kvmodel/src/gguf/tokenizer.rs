@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use super::ends;
 use super::failure::{GgufFailure, wrong};
 use super::fields::{Header, required};
-use super::pretokenize::pre_tokenizer;
+use super::pretokenize::{SplitText, splitting};
 use super::scores;
 use crate::error::Error;
 use crate::files::{FileContents, SmallFile};
@@ -31,6 +31,8 @@ pub(super) struct Merging {
     pub(super) merges: Value,
     /// True if a whole word that is a token is not merged from parts.
     pub(super) ignore_merges: bool,
+    /// True if prompts begin with the token for the beginning of a text, unless the file says otherwise.
+    pub(super) begins: bool,
     /// The token for characters that are not tokens, or null.
     pub(super) unknown: Value,
     /// True if a character that is not a token is split into tokens for its bytes.
@@ -124,7 +126,6 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
             ));
         }
     };
-    let default = merging.ignore_merges || merging.byte_fallback;
     let asked = header.bool("tokenizer.ggml.add_bos_token")?;
     let id = header.whole("tokenizer.ggml.bos_token_id")?.or((kind == "llama").then_some(BEGIN));
     if let (Some(true), Some(id), None) = (asked, id, begin) {
@@ -134,7 +135,7 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
             tokens.len()
         ));
     }
-    let processor = match (asked.unwrap_or(default), id, begin) {
+    let processor = match (asked.unwrap_or(merging.begins), id, begin) {
         (true, Some(id), Some(begin)) => json!({
             "type": "TemplateProcessing",
             "single": [{ "SpecialToken": { "id": begin, "type_id": 0 } }, { "Sequence": { "id": "A", "type_id": 0 } }],
@@ -162,7 +163,7 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
 fn byte_pairs(header: &Header, vocabulary: &Map<String, Value>) -> Result<Merging, GgufFailure> {
     let merges = required("tokenizer.ggml.merges", header.texts("tokenizer.ggml.merges")?)?;
     let name = header.text("tokenizer.ggml.pre")?.unwrap_or("default");
-    let (pre_tokenizer, normalizer, ignore_merges) = pre_tokenizer(name)?;
+    let SplitText { pre_tokenizer, normalizer, ignore_merges, begins } = splitting(name)?;
     let merges = usable(merges, vocabulary)?;
     Ok(Merging {
         normalizer,
@@ -170,6 +171,7 @@ fn byte_pairs(header: &Header, vocabulary: &Map<String, Value>) -> Result<Mergin
         decoder: json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true }),
         merges: json!(merges),
         ignore_merges,
+        begins,
         unknown: Value::Null,
         byte_fallback: false,
     })

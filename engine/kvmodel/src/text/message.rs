@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 use serde::{Serialize, Serializer};
 
-use super::variable::Variable;
+use super::variable::{MAX_JSON, Variable};
 use crate::error::{Error, Result};
 
 /// The author of a message.
@@ -93,13 +93,19 @@ impl Message {
     /// Parses a JSON list of objects with the fields `role` and `content`, as clients of `OpenAI`'s interface
     /// write them. The content may be a string, null, or a list of parts with texts. Other fields, such as
     /// `tool_calls`, `tool_call_id`, `name` and `reasoning_content`, are passed on to the chat template.
-    /// Arguments of tool calls may be JSON in a string.
+    /// Arguments of tool calls may be JSON in a string. The text may have up to 16 MiB.
     ///
     /// # Errors
     /// Returns [`Error::Messages`]: with the line if the JSON is malformed, and otherwise with the message
     /// and the field that is wrong.
     pub fn list(json: &str) -> Result<Vec<Self>> {
         const FORM: &str = "it must be a JSON list of objects with role and content";
+        if json.len() > MAX_JSON {
+            return Err(Error::Messages(format!(
+                "{} bytes of JSON, more than {MAX_JSON}; shorten it",
+                json.len()
+            )));
+        }
         let value = match serde_json::from_str(json.trim_start_matches('\u{FEFF}')) {
             Ok(value) => value,
             Err(error) => return Err(Error::Messages(format!("{error}; {FORM}"))),

@@ -4,6 +4,7 @@
 //! messages ─ template ─► text ─ codec ─► tokens ─ engine ─► tokens ─ stream ─► text, up to a stop string
 //! ```
 
+mod bound;
 mod clock;
 mod decoding;
 mod guard;
@@ -25,6 +26,7 @@ pub use variable::Variable;
 
 use crate::error::{Error, Result};
 use crate::files::{FileContents, SmallFile};
+use bound::TokenBound;
 use guard::guarded;
 use template::ChatTemplate;
 
@@ -36,6 +38,10 @@ pub struct TextCodec {
     tokenizer: Arc<Tokenizer>,
     digest: blake3::Hash,
     template: ChatTemplate,
+    /// Bounds the number of a text's tokens, if the tokenizer allows it.
+    bound: Option<TokenBound>,
+    /// The maximum number of tokens in a text.
+    limit: Option<usize>,
 }
 
 /// The name of the tokenizer's file in a model's folder.
@@ -110,8 +116,9 @@ impl TextCodec {
             digest.update(format!("{added:?}").as_bytes());
         }
         let digest = digest.finalize();
+        let bound = TokenBound::of(&tokenizer);
         let tokenizer = Arc::new(tokenizer);
-        Ok(Self { tokenizer, digest, template: ChatTemplate::of(config, place) })
+        Ok(Self { tokenizer, digest, template: ChatTemplate::of(config, place), bound, limit: None })
     }
 
     /// Returns the hash of `tokenizer.json` and of the tokens that the config adds to it, which identifies the tokenizer in cache keys.
@@ -122,7 +129,17 @@ impl TextCodec {
     /// Encodes a string. If `special` is true, the result includes the special tokens that the tokenizer puts
     /// *before* the string. Special tokens after the string are always left out, because the prompt
     /// continues.
+    ///
+    /// # Errors
+    /// Returns [`Error::TextTooLong`], before any memory is used, if the text surely has more tokens than the
+    /// model has positions, and [`Error::Tokenizer`] if the tokenizer cannot encode the text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
+        if let (Some(limit), Some(bound)) = (self.limit, &self.bound) {
+            let least = bound.least(text);
+            if least > limit {
+                return Err(Error::TextTooLong { bytes: text.len(), least, limit });
+            }
+        }
         let encoding = guarded(|| self.tokenizer.encode(text, special))?;
         let mut end = encoding.len();
         if special {
@@ -133,6 +150,11 @@ impl TextCodec {
             }
         }
         Ok(encoding.get_ids()[..end].to_vec())
+    }
+
+    /// Returns a codec that refuses texts of more than `tokens` tokens if it can tell without tokenising them.
+    pub(crate) fn with_limit(self, tokens: usize) -> Self {
+        Self { limit: Some(tokens), ..self }
     }
 
     /// Decodes tokens to text, without special tokens.

@@ -5,6 +5,9 @@ use serde::{Serialize, Serializer};
 
 use crate::error::{Error, Result};
 
+/// The maximum length of a JSON text, in bytes. Its values take up to sixteen times as much memory.
+pub(super) const MAX_JSON: usize = 16 << 20;
+
 /// The value of a chat template's variable. Unlike `serde_json::Value`, it keeps the order of an object's
 /// fields, which templates write into the prompt.
 ///
@@ -34,11 +37,15 @@ pub enum Variable {
 }
 
 impl Variable {
-    /// Parses JSON.
+    /// Parses JSON of up to 16 MiB, with up to 127 levels of lists and objects.
     ///
     /// # Errors
-    /// Returns [`Error::Variable`], with the line and column, if the text is not JSON.
+    /// Returns [`Error::Variable`] if the text is not JSON, with the line and column, or exceeds a limit.
     pub fn from_json(text: &str) -> Result<Self> {
+        if text.len() > MAX_JSON {
+            let bytes = text.len();
+            return Err(Error::Variable(format!("{bytes} bytes of JSON, more than {MAX_JSON}; shorten it")));
+        }
         serde_json::from_str(text.trim_start_matches('\u{FEFF}'))
             .map_err(|error| Error::Variable(format!("{error}; it must be JSON")))
     }
@@ -161,5 +168,41 @@ impl<'de> Visitor<'de> for AnyVariable {
             fields.push(field);
         }
         Ok(Variable::Map(fields))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use allocation_counter::measure;
+
+    use super::*;
+
+    /// A tool's parameters are a JSON schema, which comes from a client.
+    #[test]
+    fn a_schema_has_limits() {
+        let nested = |levels: usize, open: &str, close: &str| {
+            format!("{}1{}", open.repeat(levels), close.repeat(levels))
+        };
+        for (open, close) in [("[", "]"), (r#"{"properties":"#, "}"), (r#"{"items":["#, "]}")] {
+            let each = open.matches(['[', '{']).count();
+            assert!(Variable::from_json(&nested(127 / each, open, close)).is_ok());
+            for levels in [128, 100_000] {
+                let error = Variable::from_json(&nested(levels, open, close)).unwrap_err().to_string();
+                assert!(error.contains("recursion limit exceeded"), "{error}");
+            }
+        }
+        for (element, text) in [("0,", "["), ("{},", "["), (r#""","#, "["), (r#""":0,"#, "{")] {
+            let close = if text == "[" { "0]" } else { r#""":0}"# };
+            let large = format!("{text}{}{close}", element.repeat(MAX_JSON / element.len()));
+            let used = measure(|| {
+                let error = Variable::from_json(&large).unwrap_err().to_string();
+                assert!(error.contains("more than 16777216; shorten it"), "{error}");
+            });
+            assert!(used.bytes_max < 1 << 12, "{}", used.bytes_max);
+            let fits = format!("{text}{}{close}", element.repeat((MAX_JSON - 8) / element.len()));
+            let used = measure(|| assert!(Variable::from_json(&fits).is_ok()));
+            // A vector that grows is copied, so that it is there twice for a moment.
+            assert!(used.bytes_max < 40 * MAX_JSON as u64, "{} for {element:?}", used.bytes_max);
+        }
     }
 }

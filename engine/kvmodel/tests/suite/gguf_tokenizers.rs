@@ -17,6 +17,8 @@ struct Goldens {
     merges: Vec<String>,
     /// The IDs of each text, by pre-tokenizer.
     ids: BTreeMap<String, Vec<Vec<u32>>>,
+    /// Whether prompts begin with a token of their own if the file does not say so, by pre-tokenizer.
+    begins: BTreeMap<String, bool>,
     scored: Scored,
     /// The answers of each model in the folder `gguf`.
     answers: BTreeMap<String, Vec<Answer>>,
@@ -65,11 +67,12 @@ fn texts_have_the_tokens_of_llama_cpp_with_every_pre_tokenizer() {
     let (goldens, place) = (goldens(), tempfile::tempdir().unwrap());
     let mut draft = with_tokens(goldens.tokens.iter().map(String::as_str));
     draft.set("tokenizer.ggml.merges", list(8, goldens.merges.iter().map(|merge| counted(merge))));
+    draft.set("tokenizer.ggml.bos_token_id", whole(0));
     let mut codec = |pre: &str| -> TextCodec {
         draft.set("tokenizer.ggml.pre", text(pre));
         load(&draft.write(place.path())).unwrap().codec
     };
-    assert!(goldens.ids.len() >= 28 && goldens.texts.len() >= 12);
+    assert!(goldens.ids.len() >= 42 && goldens.texts.len() >= 18);
     let mut wrong = Vec::new();
     for (pre, ids) in &goldens.ids {
         let codec = codec(pre);
@@ -80,6 +83,8 @@ fn texts_have_the_tokens_of_llama_cpp_with_every_pre_tokenizer() {
             }
             assert_eq!(codec.decode(&got).unwrap(), *text, "{pre}");
         }
+        let begins = codec.encode("a", true).unwrap() != codec.encode("a", false).unwrap();
+        assert_eq!(begins, goldens.begins[pre], "{pre}");
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     // A file that names none is split as "default" says.
@@ -109,7 +114,10 @@ fn a_vocabulary_with_scores_has_the_tokens_of_llama_cpp() {
 #[test]
 fn small_models_give_the_greedy_tokens_of_llama_cpp() {
     let goldens = goldens();
-    assert_eq!(goldens.answers.keys().collect::<Vec<_>>(), ["iq4_nl", "qwen35", "scores", "tekken"]);
+    assert_eq!(
+        goldens.answers.keys().collect::<Vec<_>>(),
+        ["iq4_nl", "linear", "qwen35", "scale_linear", "scores", "tekken"]
+    );
     for (name, answers) in goldens.answers {
         let ModelDirectory { model, codec, .. } = model(&name);
         for Answer { text, tokens } in answers {

@@ -9,6 +9,7 @@ mod decoys;
 mod exactness;
 mod gguf;
 mod gguf_fields;
+mod gguf_lists;
 mod gguf_tokenizers;
 #[allow(dead_code, reason = "unit tests use the rest")]
 mod greedy;

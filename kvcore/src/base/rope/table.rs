@@ -6,6 +6,9 @@ use parking_lot::RwLock;
 
 use crate::base::{Error, Pairing, Regime, Result, RopeConfig};
 
+/// The maximum number of positions in a table. The longest contexts of published models have ten million.
+const MOST: usize = 1 << 24;
+
 /// A rotary embedding in one regime, with its table of sines and cosines. Create one per distinct
 /// specification and regime, and share it; see [`RopeFamily`](crate::base::RopeFamily).
 #[derive(Debug)]
@@ -127,12 +130,13 @@ impl Rope {
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if the magnitude of a position is not below
-    /// [`max_positions`](Self::max_positions).
+    /// [`max_positions`](Self::max_positions), or not below 16,777,216. A table of so many positions takes
+    /// 8 GiB if heads have 128 elements.
     pub fn table(&self, positions: impl IntoIterator<Item = i64>) -> Result<Arc<RopeTable>> {
-        let mut need = 0usize;
+        let (mut need, limit) = (0usize, self.max_positions.min(MOST));
         for position in positions {
-            if position.unsigned_abs() >= self.max_positions as u64 {
-                return Err(Error::range("position", position, self.max_positions));
+            if position.unsigned_abs() >= limit as u64 {
+                return Err(Error::range("position", position, limit));
             }
             need = need.max(position.unsigned_abs() as usize + 1);
         }
@@ -180,6 +184,18 @@ mod tests {
         assert_eq!((cos[0], sin[0]), (999f64.cos() as f32, 999f64.sin() as f32));
         assert_ne!(cos[0], large.at(999 % 4, &mut [0.0; 4])[0]);
         assert!(matches!(rope.table([1000]), Err(Error::OutOfRange { value: 1000, limit: 1000, .. })));
+    }
+
+    #[test]
+    fn a_table_has_a_limit_of_its_own() {
+        for most in [1 << 30, 1 << 40, usize::MAX] {
+            let rope = Rope::new(RopeConfig::new(128, 10_000.0), most).unwrap();
+            for position in [1 << 24, 1 << 29, -(1 << 29), i64::MAX, i64::MIN] {
+                let outcome = rope.table([3, position]);
+                assert!(matches!(outcome, Err(Error::OutOfRange { limit: 16_777_216, .. })), "{position}");
+            }
+            assert_eq!(rope.table([900]).unwrap().len(), 1024);
+        }
     }
 
     #[test]

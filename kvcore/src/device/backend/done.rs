@@ -61,7 +61,9 @@ fn watch() {
         }
         let all = std::mem::take(&mut watched.events);
         drop(watched);
-        let (done, left): (Vec<_>, Vec<_>) = all.into_iter().partition(|(event, _)| event.is_done());
+        // An event that panics is done: its callback is dropped, and the other events are still watched.
+        let is_done = |event: &dyn Event| catch_unwind(AssertUnwindSafe(|| event.is_done())).unwrap_or(true);
+        let (done, left): (Vec<_>, Vec<_>) = all.into_iter().partition(|(event, _)| is_done(&**event));
         WATCHED.lock().events.extend(left);
         if done.is_empty() {
             sleep(pause);
@@ -138,8 +140,10 @@ impl Future for EventDone {
     type Output = Result<()>;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        // A waker is cloned and dropped without the lock, because its code may poll.
+        let mut waker = Some(context.waker().clone());
         let mut state = self.0.lock();
-        state.waker = Some(context.waker().clone());
+        std::mem::swap(&mut state.waker, &mut waker);
         state.result.clone().map_or(Poll::Pending, Poll::Ready)
     }
 }

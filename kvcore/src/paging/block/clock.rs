@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 /// A source of time, in milliseconds since a fixed moment.
 pub trait Clock: Send + Sync + fmt::Debug {
-    /// Returns the current time. The time never decreases.
+    /// Returns the current time. The time never decreases. A pool reads a clock that panics as 0.
     fn millis(&self) -> u64;
 }
 

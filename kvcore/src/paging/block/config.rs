@@ -52,6 +52,8 @@ type PolicyMaker = Arc<dyn Fn(usize) -> Box<dyn EvictionPolicy> + Send + Sync>;
 #[derive(Clone)]
 pub struct PoolConfig {
     pub(super) policy: PolicyMaker,
+    /// True if the policy is a built-in one.
+    pub(super) trusted: bool,
     pub(super) shards: Option<usize>,
     pub(super) free_order: FreeOrder,
     pub(super) duplicates: Duplicates,
@@ -67,6 +69,7 @@ impl Default for PoolConfig {
     fn default() -> Self {
         Self {
             policy: Arc::new(|blocks| PolicyKind::Lru.build(blocks)),
+            trusted: true,
             shards: None,
             free_order: FreeOrder::default(),
             duplicates: Duplicates::default(),
@@ -94,7 +97,7 @@ impl PoolConfig {
     /// Sets the eviction policy to a built-in policy.
     #[must_use]
     pub fn policy(self, kind: PolicyKind) -> Self {
-        self.custom_policy(move |blocks| kind.build(blocks))
+        Self { trusted: true, ..self.custom_policy(move |blocks| kind.build(blocks)) }
     }
 
     /// Sets a custom eviction policy. `make` is called for each shard, and must return an empty policy for
@@ -104,7 +107,7 @@ impl PoolConfig {
         mut self,
         make: impl Fn(usize) -> Box<dyn EvictionPolicy> + Send + Sync + 'static,
     ) -> Self {
-        self.policy = Arc::new(make);
+        (self.policy, self.trusted) = (Arc::new(make), false);
         self
     }
 

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use parking_lot::Mutex;
 
@@ -37,13 +39,48 @@ pub enum KvEvent {
     Cleared,
 }
 
-// Decision: docs/decisions/paging.md#events-are-sent-under-the-locks-of-the-pool
 /// Receives a pool's events.
 ///
-/// The pool holds its locks while it calls the sink: `record` MUST return at once and MUST NOT call the pool.
+/// The pool calls `record` for one event at a time, in order, after it has released its locks: a sink may call
+/// the pool. The thread that is in `record` also delivers the events of other threads, so `record` should
+/// return soon. If it panics, the event is lost, and the operation that caused the event is unaffected.
 pub trait EventSink: Send + Sync + fmt::Debug {
     /// Receives one event.
     fn record(&self, event: KvEvent);
+}
+
+// Decision: docs/decisions/paging.md#events-are-queued-under-the-locks-of-the-pool
+/// The events that a pool has not yet delivered to its sink.
+#[derive(Debug)]
+pub(super) struct Outbox {
+    sink: Arc<dyn EventSink>,
+    /// The events, oldest first, and whether a thread is delivering one.
+    waiting: Mutex<(VecDeque<KvEvent>, bool)>,
+}
+
+impl Outbox {
+    pub(super) fn new(sink: Arc<dyn EventSink>) -> Self {
+        Self { sink, waiting: Mutex::default() }
+    }
+
+    /// Adds an event. The caller holds the locks that determine the order of events.
+    pub(super) fn push(&self, event: KvEvent) {
+        self.waiting.lock().0.push_back(event);
+    }
+
+    /// Delivers all events, unless another call is delivering them. The caller holds no locks of the pool.
+    pub(super) fn deliver(&self) {
+        let mut waiting = self.waiting.lock();
+        while !waiting.1
+            && let Some(event) = waiting.0.pop_front()
+        {
+            waiting.1 = true;
+            drop(waiting);
+            let _ = catch_unwind(AssertUnwindSafe(|| self.sink.record(event)));
+            waiting = self.waiting.lock();
+            waiting.1 = false;
+        }
+    }
 }
 
 /// A bounded queue of events, for a router's publisher to drain.

@@ -141,7 +141,7 @@ fn discard(pool: &BlockPool, ids: &[BlockId]) {
         let (moment, mut walk) = (pool.0.moment(), pool.0.walk());
         for &id in ids {
             let (shard, block) = walk.shard(id);
-            shard.discard(block, moment);
+            shard.discard(block, &moment);
         }
     }
 }
@@ -356,10 +356,11 @@ impl SharedBlocks {
                 if from < to {
                     let parent = if from == 0 { parent } else { Some(keys[from - 1]) };
                     let blocks = self.ids[start + from..start + to].into();
-                    events.record(KvEvent::Stored { parent, keys: keys[from..to].into(), blocks });
+                    events.push(KvEvent::Stored { parent, keys: keys[from..to].into(), blocks });
                 }
                 from = to + 1;
             }
+            events.deliver();
         }
     }
 
@@ -381,9 +382,9 @@ impl SharedBlocks {
             };
             let other = BlockId(other + pool.rules.first);
             let (shard, block) = walk.shard(other);
-            if shard.hold_keyed(block, key, moment) {
+            if shard.hold_keyed(block, key, &moment) {
                 let (shard, block) = walk.shard(own);
-                shard.drop_holder(block, moment);
+                shard.drop_holder(block, &moment);
                 self.ids[place] = other;
                 return false;
             }
@@ -467,7 +468,7 @@ fn drop_holders(pool: &BlockPool, ids: &[BlockId]) {
         let (moment, mut walk) = (pool.0.moment(), pool.0.walk());
         for &id in ids.iter().rev() {
             let (shard, block) = walk.shard(id);
-            shard.drop_holder(block, moment);
+            shard.drop_holder(block, &moment);
         }
     }
 }

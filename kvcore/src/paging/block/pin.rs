@@ -75,7 +75,7 @@ impl Drop for PinnedBlocks {
         let (moment, mut walk) = (self.pool.0.moment(), self.pool.0.walk());
         for &id in self.ids.iter().rev() {
             let (shard, block) = walk.shard(id);
-            shard.unpin(block, moment);
+            shard.unpin(block, &moment);
         }
     }
 }

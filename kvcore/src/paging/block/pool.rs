@@ -3,15 +3,17 @@
 //! A pool has one or more shards. Each shard is a run of the pool's blocks with a lock, a free list and an
 //! eviction order. The pool also has an index from keys to blocks, with its own locks. Locks are acquired in
 //! this order: shards by index (only slow paths lock more than one shard), then one table of the index, then
-//! the event sink.
+//! the queue of events. The event sink is called without locks.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
-use super::clock::millis;
+use super::clock::{Clock, millis};
 use super::event::KvEvent;
+use super::event::Outbox;
 use super::guard::{Ids, MutableBlocks, SharedBlocks};
 use super::index::Index;
 use super::rules::{Moment, Rules};
@@ -134,11 +136,12 @@ impl BlockPool {
             free_order: config.free_order,
             ttl: config.ttl.map(millis),
             clock: timed.then(|| config.clock_or_system()),
-            events: config.events,
+            events: config.events.map(Outbox::new),
         };
         let cell = |start: usize| {
             let blocks = size.min(blocks - start);
-            let shard = Shard::new(range.start + start as u32, blocks, (config.policy)(blocks), &rules);
+            let policy = ((config.policy)(blocks), config.trusted);
+            let shard = Shard::new(range.start + start as u32, blocks, policy, &rules);
             ShardCell {
                 shard: Mutex::new(shard),
                 free: AtomicUsize::new(blocks),
@@ -228,7 +231,7 @@ impl BlockPool {
         let mut idle: SmallVec<[BlockId; 64]> = SmallVec::new();
         for (key, block) in keys.iter().zip(inner.index.find_prefix(keys)) {
             let id = inner.id(block);
-            let Some(is_idle) = shards[inner.shard_of(id)].findable(inner.local(id), key, moment) else {
+            let Some(is_idle) = shards[inner.shard_of(id)].findable(inner.local(id), key, &moment) else {
                 break;
             };
             found.ids.push(id);
@@ -256,14 +259,12 @@ impl BlockPool {
             return Ok((found, fresh));
         }
         for (id, key) in found.ids.iter().zip(keys) {
-            shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, moment);
+            shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, &moment);
         }
         inner.count_lookup(keys, found.ids.len());
         let home = inner.home(missing);
-        let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, moment);
-        // The guards lock shards when they are dropped.
-        drop(shards);
-        taken.map(|()| (found, fresh))
+        inner.take_from(&mut shards, home, &mut fresh.ids, missing, &moment);
+        Ok((found, fresh))
     }
 
     pub(super) fn take(&self, out: &mut Ids, n: usize, spare: usize) -> Result<()> {
@@ -287,7 +288,8 @@ impl BlockPool {
             // Cached contents must not be evicted while other shards have free blocks. The slow path checks
             // for that.
             if shard.available() >= n && !elsewhere() {
-                return inner.take_from(&mut [shard], 0, out, n, moment);
+                inner.take_from(&mut [shard], 0, out, n, &moment);
+                return Ok(());
             }
         }
         let mut shards = inner.lock_all();
@@ -296,7 +298,8 @@ impl BlockPool {
         if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
             return Err(out_of_blocks(&shards, n));
         }
-        inner.take_from(&mut shards, home, out, n, moment)
+        inner.take_from(&mut shards, home, out, n, &moment);
+        Ok(())
     }
 
     /// Returns the block with this key if it is held or cached. The guard adds a holder to the block.
@@ -318,7 +321,7 @@ impl BlockPool {
         for (block, key) in known.into_iter().zip(keys) {
             let id = inner.id(block);
             let (shard, block) = walk.shard(id);
-            if !shard.hold_keyed(block, key, moment) {
+            if !shard.hold_keyed(block, key, &moment) {
                 break;
             }
             found.ids.push(id);
@@ -337,7 +340,7 @@ impl BlockPool {
         let mut walk = inner.walk();
         let found = known.into_iter().zip(keys).take_while(|(block, key)| {
             let (shard, block) = walk.shard(inner.id(*block));
-            shard.findable(block, key, moment).is_some()
+            shard.findable(block, key, &moment).is_some()
         });
         found.count()
     }
@@ -371,9 +374,9 @@ impl BlockPool {
         if let Some(events) = &inner.rules.events
             && all
         {
-            events.record(KvEvent::Cleared);
+            events.push(KvEvent::Cleared);
         }
-        shards.iter_mut().map(|shard| shard.clear_cached(!all, moment)).sum()
+        shards.iter_mut().map(|shard| shard.clear_cached(!all, &moment)).sum()
     }
 
     /// Frees the cached blocks that have not been used for the configured time to live, and returns the
@@ -381,7 +384,7 @@ impl BlockPool {
     pub fn expire(&self) -> usize {
         let inner = &*self.0;
         let moment = inner.moment();
-        (0..inner.shards.len()).map(|i| inner.lock(i).expire_all(moment)).sum()
+        (0..inner.shards.len()).map(|i| inner.lock(i).expire_all(&moment)).sum()
     }
 
     /// Returns the range of the pool's block IDs.
@@ -408,6 +411,12 @@ impl BlockPool {
     }
 }
 
+/// Reads a clock that may panic.
+#[inline(never)]
+fn read(clock: &dyn Clock) -> u64 {
+    catch_unwind(AssertUnwindSafe(|| clock.millis())).unwrap_or(0)
+}
+
 fn out_of_blocks(shards: &[LockedShard<'_>], asked: usize) -> Error {
     let sum = |of: fn(&Shard) -> usize| shards.iter().map(|shard| of(shard)).sum();
     Error::OutOfBlocks {
@@ -419,8 +428,9 @@ fn out_of_blocks(shards: &[LockedShard<'_>], asked: usize) -> Error {
 }
 
 impl SharedPool {
+    /// Returns the time, or 0 if the pool does not need the time or the clock panics.
     pub(super) fn now(&self) -> u64 {
-        self.rules.clock.as_ref().map_or(0, |clock| clock.millis())
+        self.rules.clock.as_deref().map_or(0, read)
     }
 
     pub(super) fn moment(&self) -> Moment<'_> {
@@ -479,30 +489,20 @@ impl SharedPool {
         home: usize,
         out: &mut Ids,
         n: usize,
-        moment: Moment<'_>,
-    ) -> Result<()> {
+        moment: &Moment<'_>,
+    ) {
         let count = shards.len();
-        let (start, mut left) = (out.len(), n);
+        let mut left = n;
         for i in 0..count {
             left -= shards[(home + i) % count].take_free(left, out);
         }
         while left > 0 {
-            let (before, share) = (left, left.div_ceil(count));
+            let share = left.div_ceil(count);
             for i in 0..count {
                 let shard = &mut shards[(home + i) % count];
                 left -= shard.take_next(share.min(left), moment, out);
             }
-            if left == before {
-                // A policy that has blocks but does not evict any breaks its contract. The blocks allocated
-                // so far are returned.
-                for id in out.drain(start..).rev() {
-                    let at = if count == 1 { 0 } else { self.shard_of(id) };
-                    shards[at].discard(self.local(id), moment);
-                }
-                return Err(out_of_blocks(shards, n));
-            }
         }
-        Ok(())
     }
 
     fn id(&self, index: u32) -> BlockId {

@@ -1,11 +1,13 @@
 //! The bookkeeping of one shard, protected by its lock: the states of a run of blocks, their free list and
 //! their eviction order. Methods identify a block by its index in the shard.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
 use smallvec::SmallVec;
 
 use super::clock::millis;
 use super::event::KvEvent;
-use super::evict::{EvictionPolicy, PolicyEntry, Retention};
+use super::evict::{EvictionPolicy, Lru, PolicyEntry, Retention};
 use super::rules::{Moment, Rules};
 use super::{FreeOrder, PoolCounts};
 use crate::base::BlockId;
@@ -26,7 +28,7 @@ pub(super) enum BlockStage {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Meta {
     /// The block's key, valid only in stage `Registered`. `holders` and `pins` are 0 in all stages before
-    /// `Shared`.
+    /// `Shared`. A count that reaches `u32::MAX` stays there, so that the block is kept for good.
     pub(super) key: BlockKey,
     pub(super) holders: u32,
     pub(super) pins: u32,
@@ -77,7 +79,11 @@ pub(super) struct Shard {
     pub(super) free: Vec<u32>,
     /// Number of free blocks in the policy's order.
     queued_free: usize,
+    /// Number of blocks in the policy's order that have a key.
+    evictable: usize,
     policy: Box<dyn EvictionPolicy>,
+    /// True for a built-in policy, whose calls need no guard against panics.
+    trusted: bool,
     wants_hits: bool,
     mutable: usize,
     shared: usize,
@@ -85,25 +91,32 @@ pub(super) struct Shard {
 }
 
 impl Shard {
-    pub(super) fn new(first: u32, blocks: usize, policy: Box<dyn EvictionPolicy>, rules: &Rules) -> Self {
+    pub(super) fn new(
+        first: u32,
+        blocks: usize,
+        (policy, trusted): (Box<dyn EvictionPolicy>, bool),
+        rules: &Rules,
+    ) -> Self {
         let wants_hits = policy.wants_hits();
         let timed = if rules.clock.is_some() { blocks } else { 0 };
         let mut shard = Self {
             first,
-            stage: vec![BlockStage::Free; blocks].into(),
+            stage: vec![BlockStage::Mutable; blocks].into(),
             meta: vec![FRESH; blocks].into(),
             times: vec![BlockTimes::NONE; timed].into(),
             free: Vec::new(),
             queued_free: 0,
+            evictable: 0,
             policy,
+            trusted,
             wants_hits,
             mutable: 0,
             shared: 0,
             evicted: 0,
         };
         match rules.free_order {
-            FreeOrder::FreeFirst => shard.free = (0..blocks as u32).rev().collect(),
-            FreeOrder::OneQueue => (0..blocks as u32).for_each(|block| shard.enqueue_free(block, 0)),
+            FreeOrder::FreeFirst => (0..blocks as u32).rev().for_each(|block| shard.release(block, rules, 0)),
+            FreeOrder::OneQueue => (0..blocks as u32).for_each(|block| shard.release(block, rules, 0)),
         }
         shard
     }
@@ -117,12 +130,12 @@ impl Shard {
     }
 
     pub(super) fn evictable(&self) -> usize {
-        self.policy.len() - self.queued_free
+        self.evictable
     }
 
     /// Returns the number of blocks that can be allocated.
     pub(super) fn available(&self) -> usize {
-        self.free.len() + self.policy.len()
+        self.free_blocks() + self.evictable
     }
 
     pub(super) fn counts(&self) -> PoolCounts {
@@ -133,7 +146,7 @@ impl Shard {
             mutable: self.mutable,
             shared: self.shared,
             cached: total - free - self.mutable - self.shared,
-            evictable: self.evictable(),
+            evictable: self.evictable,
         }
     }
 
@@ -153,20 +166,17 @@ impl Shard {
     pub(super) fn take_next(
         &mut self,
         n: usize,
-        moment: Moment<'_>,
+        moment: &Moment<'_>,
         out: &mut impl Extend<BlockId>,
     ) -> usize {
         let mut taken = 0;
         let mut evicted: SmallVec<[(BlockKey, u32); 64]> = SmallVec::new();
         while taken < n
-            && let Some(block) = self.policy.evict(moment.now)
+            && let Some((block, keyed)) = self.next(moment.now)
         {
-            if self.stage[block as usize] == BlockStage::Free {
-                self.queued_free -= 1;
-            } else {
+            if keyed {
                 evicted.push(self.forgotten(block, moment.rules, true));
             }
-            self.stage[block as usize] = BlockStage::Mutable;
             out.extend([self.id(block)]);
             taken += 1;
         }
@@ -176,36 +186,89 @@ impl Shard {
         taken
     }
 
-    /// Returns the index entry to remove for a cached block. If `tell` is set, sends the removal event first,
+    /// Returns whether the block is in the policy's order.
+    fn is_queued(&self, block: u32) -> bool {
+        match (self.stage.get(block as usize), self.meta.get(block as usize)) {
+            (Some(BlockStage::Free), _) => self.queued_free > 0,
+            (Some(BlockStage::Registered), Some(meta)) => meta.holders == 0 && meta.pins == 0,
+            _ => false,
+        }
+    }
+
+    /// Makes the next block of the policy's order mutable. Also returns whether the block had a key.
+    fn next(&mut self, now: u64) -> Option<(u32, bool)> {
+        if self.queued_free + self.evictable == 0 {
+            return None;
+        }
+        let chosen = self.ask(|policy| policy.evict(now)).filter(|&block| self.is_queued(block));
+        let block = chosen.or_else(|| {
+            self.replace_policy();
+            self.policy.evict(now)
+        })?;
+        let keyed = self.has_key(block);
+        *(if keyed { &mut self.evictable } else { &mut self.queued_free }) -= 1;
+        self.stage[block as usize] = BlockStage::Mutable;
+        Some((block, keyed))
+    }
+
+    /// Calls the policy, once the state of the block in question is up to date. Replaces a policy that
+    /// panics, and returns the default value in that case.
+    #[inline]
+    fn ask<T: Default>(&mut self, call: impl FnOnce(&mut dyn EvictionPolicy) -> T) -> T {
+        if self.trusted { call(&mut *self.policy) } else { self.ask_guarded(call) }
+    }
+
+    #[inline(never)]
+    fn ask_guarded<T: Default>(&mut self, call: impl FnOnce(&mut dyn EvictionPolicy) -> T) -> T {
+        catch_unwind(AssertUnwindSafe(|| call(&mut *self.policy))).unwrap_or_else(|_| {
+            self.replace_policy();
+            T::default()
+        })
+    }
+
+    // Decision: docs/decisions/paging.md#a-policy-that-breaks-its-contract-is-replaced
+    #[cold]
+    fn replace_policy(&mut self) {
+        let mut lru = Lru::new(self.stage.len());
+        let queued = (0..self.stage.len() as u32).filter(|&block| self.is_queued(block));
+        queued.for_each(|block| lru.insert(block, &PolicyEntry::default()));
+        let broken = std::mem::replace(&mut self.policy, Box::new(lru));
+        (self.trusted, self.wants_hits) = (true, false);
+        // A policy that panics when it is dropped has nothing left to break.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(broken)));
+    }
+
+    /// Returns the index entry to remove for a cached block. If `tell` is set, queues the removal event first,
     /// so that routers get it before the key can be stored again.
     fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
         let key = self.meta[block as usize].key;
         if let Some(events) = rules.events.as_ref().filter(|_| tell) {
-            events.record(KvEvent::Removed { key, block: self.id(block) });
+            events.push(KvEvent::Removed { key, block: self.id(block) });
         }
         (key, block + self.first - rules.first)
     }
 
     /// Frees a mutable block. Does nothing in other stages.
-    pub(super) fn discard(&mut self, block: u32, moment: Moment<'_>) {
+    pub(super) fn discard(&mut self, block: u32, moment: &Moment<'_>) {
         match self.stage[block as usize] {
             BlockStage::Mutable => self.mutable -= 1,
             BlockStage::Free | BlockStage::Shared | BlockStage::Registered => return,
         }
-        self.release(block, moment);
+        self.release(block, moment.rules, moment.now);
     }
 
-    fn release(&mut self, block: u32, moment: Moment<'_>) {
+    fn release(&mut self, block: u32, rules: &Rules, now: u64) {
         self.stage[block as usize] = BlockStage::Free;
-        match moment.rules.free_order {
+        match rules.free_order {
             FreeOrder::FreeFirst => self.free.push(block),
-            FreeOrder::OneQueue => self.enqueue_free(block, moment.now),
+            FreeOrder::OneQueue => self.enqueue_free(block, now),
         }
     }
 
+    #[inline(never)]
     fn enqueue_free(&mut self, block: u32, now: u64) {
-        self.policy.insert(block, &PolicyEntry { now, ..PolicyEntry::default() });
         self.queued_free += 1;
+        self.ask(|policy| policy.insert(block, &PolicyEntry { now, ..PolicyEntry::default() }));
     }
 
     /// Gives a mutable block its first holder.
@@ -252,17 +315,18 @@ impl Shard {
     /// Adds a holder to a held or cached block.
     pub(super) fn hold(&mut self, block: u32) {
         let meta = &mut self.meta[block as usize];
-        meta.holders += 1;
+        meta.holders = meta.holders.saturating_add(1);
         if meta.holders == 1 {
             self.shared += 1;
             if meta.pins == 0 {
-                self.policy.remove(block);
+                self.evictable -= 1;
+                self.ask(|policy| policy.remove(block));
             }
         }
     }
 
     /// Adds a holder to a block if it still has this key and has not expired. Returns whether it did so.
-    pub(super) fn hold_keyed(&mut self, block: u32, key: &BlockKey, moment: Moment<'_>) -> bool {
+    pub(super) fn hold_keyed(&mut self, block: u32, key: &BlockKey, moment: &Moment<'_>) -> bool {
         if self.stage[block as usize] != BlockStage::Registered || self.meta[block as usize].key != *key {
             return false;
         }
@@ -271,7 +335,7 @@ impl Shard {
             return false;
         }
         if self.wants_hits {
-            self.policy.hit(block, key);
+            self.ask(|policy| policy.hit(block, key));
         }
         self.hold(block);
         true
@@ -279,26 +343,28 @@ impl Shard {
 
     /// Returns `None` if a lookup would not find the block. Otherwise returns whether the block has neither
     /// holders nor pins.
-    pub(super) fn findable(&self, block: u32, key: &BlockKey, moment: Moment<'_>) -> Option<bool> {
+    pub(super) fn findable(&self, block: u32, key: &BlockKey, moment: &Moment<'_>) -> Option<bool> {
         let meta = &self.meta[block as usize];
         let found = self.has_key(block) && meta.key == *key && !self.has_expired(block, moment);
         found.then_some(meta.holders == 0 && meta.pins == 0)
     }
 
-    fn has_expired(&self, block: u32, moment: Moment<'_>) -> bool {
+    fn has_expired(&self, block: u32, moment: &Moment<'_>) -> bool {
         let (Some(ttl), meta) = (moment.rules.ttl, &self.meta[block as usize]) else { return false };
         let unused = || moment.now.saturating_sub(self.times[block as usize].released);
         meta.holders == 0 && meta.pins == 0 && unused() >= ttl
     }
 
-    fn expire(&mut self, block: u32, moment: Moment<'_>) {
-        self.policy.remove(block);
+    fn expire(&mut self, block: u32, moment: &Moment<'_>) {
+        self.evictable -= 1;
+        self.stage[block as usize] = BlockStage::Mutable;
+        self.ask(|policy| policy.remove(block));
         moment.index.remove(&[self.forgotten(block, moment.rules, true)]);
-        self.release(block, moment);
+        self.release(block, moment.rules, moment.now);
     }
 
     /// Frees the cached blocks that have expired, and returns the number of freed blocks.
-    pub(super) fn expire_all(&mut self, moment: Moment<'_>) -> usize {
+    pub(super) fn expire_all(&mut self, moment: &Moment<'_>) -> usize {
         let over = |shard: &Self, block: u32| {
             shard.stage[block as usize] == BlockStage::Registered && shard.has_expired(block, moment)
         };
@@ -310,9 +376,9 @@ impl Shard {
     }
 
     /// Removes a holder from a block.
-    pub(super) fn drop_holder(&mut self, block: u32, moment: Moment<'_>) {
+    pub(super) fn drop_holder(&mut self, block: u32, moment: &Moment<'_>) {
         let meta = &mut self.meta[block as usize];
-        meta.holders -= 1;
+        meta.holders -= u32::from(meta.holders < u32::MAX);
         if meta.holders == 0 {
             self.shared -= 1;
             if meta.pins == 0 {
@@ -322,11 +388,13 @@ impl Shard {
     }
 
     /// Caches a block without holders and pins if it has a key, and frees it otherwise.
-    fn settle(&mut self, block: u32, moment: Moment<'_>) {
+    fn settle(&mut self, block: u32, moment: &Moment<'_>) {
         if self.stage[block as usize] != BlockStage::Registered {
-            return self.release(block, moment);
+            return self.release(block, moment.rules, moment.now);
         }
-        let (key, now) = (Some(&self.meta[block as usize].key), moment.now);
+        self.evictable += 1;
+        let own = self.meta[block as usize].key;
+        let (key, now) = (Some(&own), moment.now);
         let entry = match self.times.get_mut(block as usize) {
             Some(times) => {
                 times.released = now;
@@ -334,16 +402,17 @@ impl Shard {
             }
             None => PolicyEntry { key, now, ..PolicyEntry::default() },
         };
-        self.policy.insert(block, &entry);
+        self.ask(|policy| policy.insert(block, &entry));
     }
 
     pub(super) fn pin(&mut self, block: u32) {
-        self.meta[block as usize].pins += 1;
+        let meta = &mut self.meta[block as usize];
+        meta.pins = meta.pins.saturating_add(1);
     }
 
-    pub(super) fn unpin(&mut self, block: u32, moment: Moment<'_>) {
+    pub(super) fn unpin(&mut self, block: u32, moment: &Moment<'_>) {
         let meta = &mut self.meta[block as usize];
-        meta.pins -= 1;
+        meta.pins -= u32::from(meta.pins < u32::MAX);
         if meta.pins == 0 && meta.holders == 0 {
             self.settle(block, moment);
         }
@@ -359,32 +428,63 @@ impl Shard {
 
     /// Frees all cached blocks that the pool may evict, and returns their number. They will be allocated
     /// after the blocks that are already free, in the order in which they would have been evicted.
-    pub(super) fn clear_cached(&mut self, tell_each: bool, moment: Moment<'_>) -> usize {
-        let Moment { now, rules, index } = moment;
-        let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();
-        self.queued_free = 0;
-        let mut cleared = Vec::new();
-        for &block in &order {
-            if self.has_key(block) {
-                cleared.push(self.forgotten(block, rules, tell_each));
-                self.stage[block as usize] = BlockStage::Free;
+    pub(super) fn clear_cached(&mut self, tell_each: bool, moment: &Moment<'_>) -> usize {
+        let (mut order, mut cleared) = (Vec::new(), Vec::new());
+        while let Some((block, keyed)) = self.next(moment.now) {
+            if keyed {
+                cleared.push(self.forgotten(block, moment.rules, tell_each));
             }
+            order.push(block);
         }
-        index.remove(&cleared);
-        match rules.free_order {
-            FreeOrder::FreeFirst => drop(self.free.splice(0..0, order.into_iter().rev())),
-            FreeOrder::OneQueue => order.into_iter().for_each(|block| self.enqueue_free(block, now)),
+        moment.index.remove(&cleared);
+        let before = std::mem::take(&mut self.free);
+        match moment.rules.free_order {
+            FreeOrder::FreeFirst => order.reverse(),
+            FreeOrder::OneQueue => {}
         }
+        order.into_iter().for_each(|block| self.release(block, moment.rules, moment.now));
+        self.free.extend(before);
         cleared.len()
     }
 
     /// Returns whether no block with a key is held or pinned.
     pub(super) fn keyed_are_evictable(&self) -> bool {
         let keyed = self.stage.iter().filter(|&&stage| stage == BlockStage::Registered).count();
-        keyed == self.evictable()
+        keyed == self.evictable
     }
+}
 
-    pub(super) fn policy_len(&self) -> usize {
-        self.policy.len()
+#[cfg(test)]
+mod tests {
+    use crate::paging::{BlockPool, KeyScope};
+
+    #[test]
+    fn counts_of_holders_and_pins_stay_at_their_maximum() {
+        let key = KeyScope::new("m", b"").root();
+        for keyed in [true, false] {
+            for pinned in [true, false] {
+                let pool = BlockPool::new(0..2).unwrap();
+                let block = pool.allocate(1).unwrap();
+                let block = if keyed { block.register(None, &[key]).unwrap() } else { block.share() };
+                let at = {
+                    let mut walk = pool.0.walk();
+                    let (shard, at) = walk.shard(block.ids()[0]);
+                    let meta = &mut shard.meta[at as usize];
+                    *(if pinned { &mut meta.pins } else { &mut meta.holders }) = u32::MAX - 1;
+                    at
+                };
+                let more: Vec<_> = (0..3).map(|_| (block.clone(), block.pin())).collect();
+                let found = pool.lookup(&key);
+                assert_eq!(found.is_some(), keyed);
+                drop((more, found, block));
+                assert_eq!(at, pool.0.local(crate::base::BlockId(0)));
+                // A count that is no longer known must not reach 0 while holders are left.
+                let counts = pool.counts();
+                assert_eq!((counts.available(), counts.shared + counts.cached), (1, 1), "{keyed} {pinned}");
+                assert!(pool.allocate(2).is_err());
+                assert_eq!(pool.clear_cached(), 0);
+                pool.check_invariants().unwrap();
+            }
+        }
     }
 }

@@ -87,9 +87,12 @@ impl Default for PolicyEntry<'_> {
 /// A policy that decides the order in which cached blocks are evicted. Each block is identified by its index
 /// in a shard of the pool.
 ///
-/// The pool holds a lock while it calls the policy, so every method should return quickly. `insert` and
-/// `remove` alternate for each index (an eviction counts as a removal), and every index is below the number
-/// of blocks that the policy was created for.
+/// The pool holds a lock while it calls the policy: every method should return quickly, and MUST NOT call the
+/// pool. `insert` and `remove` alternate for each index (an eviction counts as a removal), and every index is
+/// below the number of blocks that the policy was created for.
+///
+/// The pool checks every eviction. It replaces a policy by [`Lru`] if the policy panics, returns a block that
+/// it does not have, or returns `None` although it has blocks. No block gets two owners or is lost.
 ///
 /// ```
 /// use kvcore::{BlockPool, EvictionPolicy, KeyScope, PolicyEntry, PoolConfig};
@@ -137,7 +140,7 @@ pub trait EvictionPolicy: Send + fmt::Debug {
         false
     }
 
-    /// Returns the number of blocks that the policy could evict.
+    /// Returns the number of blocks that the policy could evict. The pool keeps its own count.
     fn len(&self) -> usize;
 
     /// Returns whether the policy has no blocks to evict.
