@@ -3,7 +3,7 @@
 //! Exit codes: 0 for success, 1 for a failure, 2 for wrong usage.
 //!
 //! - [`args`]: the command line, and its help
-//! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`warm`], [`inspect`], [`devices`]: the commands
+//! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`warm`], [`inspect`], [`doctor`], [`devices`]: the commands
 //! - [`asking`], [`decoys`], [`way`]: the engine and the questions of `eval` and `tune`; files with decoys; how
 //!   documents are reused
 //! - [`backend`], [`load`], [`embedded`]: devices and models
@@ -20,6 +20,7 @@ mod bench;
 mod decoys;
 mod demo;
 mod devices;
+mod doctor;
 mod embedded;
 mod error;
 mod eval;
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
         Command::Tune(args) => tune::tune(&args),
         Command::Warm(args) => warm::warm(&args),
         Command::Inspect(args) => inspect::inspect(&args),
+        Command::Doctor(args) => doctor::doctor(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Devices(args) => devices::devices(&args),
     };

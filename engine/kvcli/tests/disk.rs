@@ -82,6 +82,19 @@ fn warm_documents_are_found_in_any_prompt() {
 }
 
 #[test]
+fn a_disk_is_examined_and_left_as_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().to_str().unwrap();
+    let found = run_json(&["doctor", text, "--json"]);
+    assert!(found["way"].as_str().is_some_and(|way| !way.is_empty()), "{found}");
+    assert!(found["write"].as_f64() > Some(0.0) && found["read"].as_f64() > Some(0.0), "{found}");
+    let table = String::from_utf8(kvc(&["doctor", text]).stdout).unwrap();
+    assert!(table.contains(found["way"].as_str().unwrap()), "{table}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    fails(&["doctor", folder.path().join("none/none").to_str().unwrap()], 1, "is not a folder");
+}
+
+#[test]
 fn wrong_folders_sizes_and_documents_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");

@@ -149,6 +149,18 @@ fn bytes(text: &str) -> std::result::Result<u64, String> {
     }
 }
 
+/// Options of `kvc doctor`.
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Folder on the disk to examine. 100 MB are written there and removed.
+    #[arg(value_name = "FOLDER", default_value = ".")]
+    pub(crate) folder: PathBuf,
+
+    /// Print JSON instead of a table.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -15,7 +15,7 @@ mod way;
 
 pub(crate) use asking::{AskingArgs, EngineArgs};
 pub(crate) use bench::{BenchArgs, BenchKind, MeasuredArgs, RagArgs, ServeArgs};
-pub(crate) use disk::{DiskArgs, InspectArgs, WarmArgs};
+pub(crate) use disk::{DiskArgs, DoctorArgs, InspectArgs, WarmArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;
 pub(crate) use sampling::SamplingArgs;
@@ -97,6 +97,8 @@ pub(crate) enum Command {
     Warm(Box<WarmArgs>),
     /// Describe what is stored on a disk.
     Inspect(InspectArgs),
+    /// Find out how a disk is read and written here, why not in a better way, and how fast.
+    Doctor(DoctorArgs),
     /// Measure a workload.
     Bench(Box<BenchArgs>),
     /// List the devices of this machine that --backend accepts, with their limits and features.
