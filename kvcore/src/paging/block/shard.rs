@@ -442,7 +442,9 @@ impl Shard {
             FreeOrder::FreeFirst => order.reverse(),
             FreeOrder::OneQueue => {}
         }
-        order.into_iter().for_each(|block| self.release(block, moment.rules, moment.now));
+        for block in order {
+            self.release(block, moment.rules, moment.now);
+        }
         self.free.extend(before);
         cleared.len()
     }
