@@ -48,7 +48,7 @@ struct Liar {
 impl EvictionPolicy for Liar {
     fn insert(&mut self, block: u32, _: &PolicyEntry<'_>) {
         self.calls += 1;
-        if self.lie != Lie::Forgets || self.calls % 3 > 0 {
+        if self.lie != Lie::Forgets || !self.calls.is_multiple_of(3) {
             self.truth.push(block);
         }
     }
@@ -138,10 +138,10 @@ impl Workload {
     /// Checks that no block has two owners, and that the pool has lost none.
     fn check(&self, what: &str) {
         self.pool.check_invariants().unwrap_or_else(|fault| panic!("{what}: {fault}"));
-        let mine = || self.mutable.iter().flat_map(|blocks| blocks.ids());
+        let mine = || self.mutable.iter().flat_map(MutableBlocks::ids);
         let owned: HashSet<_> = mine().collect();
         assert_eq!(owned.len(), mine().count(), "{what}: a block has two owners");
-        let read = self.shared.iter().flat_map(|blocks| blocks.ids());
+        let read = self.shared.iter().flat_map(SharedBlocks::ids);
         assert!(read.clone().all(|id| !owned.contains(id)), "{what}: a block is written and read");
         let read: HashSet<_> = read.collect();
         let counts = self.pool.counts();
@@ -361,10 +361,12 @@ fn routed(events: Vec<KvEvent>) -> HashSet<BlockKey> {
     for event in events {
         match event {
             KvEvent::Stored { keys, .. } => {
-                keys.into_iter().for_each(|key| assert!(known.insert(key), "{key} was stored twice"));
+                for key in keys {
+                    assert!(known.insert(key), "{key} was stored twice");
+                }
             }
             KvEvent::Removed { key, .. } => {
-                assert!(known.remove(&key), "{key} was removed before it was stored")
+                assert!(known.remove(&key), "{key} was removed before it was stored");
             }
             KvEvent::Cleared => known.clear(),
         }

@@ -5,16 +5,19 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::{
-    BlockId, BlockKey, BlockPool, Duplicates, Error, EventQueue, EvictionPolicy, FreeOrder, KeyScope,
-    KvEvent, ManualClock, MutableBlocks, PinnedBlocks, PolicyEntry, PolicyKind, PoolConfig, Retention,
-    SharedBlocks,
+    BlockId, BlockKey, BlockPool, Duplicates, Error, EventQueue, FreeOrder, KeyScope, KvEvent, ManualClock,
+    MutableBlocks, PinnedBlocks, PolicyKind, PoolConfig, Retention, SharedBlocks,
 };
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
+
+use watched::{Faults, Watched};
+
+mod watched;
 
 const BLOCKS: u32 = 13;
 const FIRST: u32 = 10;
@@ -93,59 +96,6 @@ struct Setup {
     ttl: bool,
 }
 
-/// A policy that reports what another does against its contract. The pool would replace that policy in silence.
-#[derive(Debug)]
-struct Watched {
-    policy: Box<dyn EvictionPolicy>,
-    blocks: HashSet<u32>,
-    faults: Arc<Mutex<Vec<String>>>,
-}
-
-impl Watched {
-    fn expect(&self, right: bool, fault: &str) {
-        if !right || self.policy.len() != self.blocks.len() {
-            self.faults.lock().unwrap().push(format!("{fault}: {:?} for {:?}", self.policy, self.blocks));
-        }
-    }
-}
-
-impl EvictionPolicy for Watched {
-    fn insert(&mut self, block: u32, entry: &PolicyEntry<'_>) {
-        self.policy.insert(block, entry);
-        let new = self.blocks.insert(block);
-        self.expect(new, "insert");
-    }
-
-    fn remove(&mut self, block: u32) {
-        self.policy.remove(block);
-        let known = self.blocks.remove(&block);
-        self.expect(known, "remove");
-    }
-
-    fn evict(&mut self, now: u64) -> Option<u32> {
-        let evicted = self.policy.evict(now);
-        let known = evicted.map_or(self.blocks.is_empty(), |block| self.blocks.remove(&block));
-        self.expect(known, "evict");
-        evicted
-    }
-
-    fn hit(&mut self, block: u32, key: &BlockKey) {
-        self.policy.hit(block, key);
-    }
-
-    fn wants_hits(&self) -> bool {
-        self.policy.wants_hits()
-    }
-
-    fn wants_time(&self) -> bool {
-        self.policy.wants_time()
-    }
-
-    fn len(&self) -> usize {
-        self.policy.len()
-    }
-}
-
 /// The guards that are held, and the model's state of each block.
 struct World {
     pool: BlockPool,
@@ -153,7 +103,7 @@ struct World {
     clock: ManualClock,
     events: Arc<EventQueue>,
     /// What the policy did against its contract.
-    faults: Arc<Mutex<Vec<String>>>,
+    faults: Faults,
     /// The keys that a router considers stored, by block.
     router: HashMap<u32, BlockKey>,
     mutable: Vec<MutableBlocks>,
@@ -191,15 +141,9 @@ fn ids(blocks: &[BlockId]) -> Vec<u32> {
 impl World {
     fn new(setup: Setup) -> Self {
         let (clock, events) = (ManualClock::default(), Arc::new(EventQueue::new(10_000)));
-        let faults: Arc<Mutex<Vec<String>>> = Arc::default();
-        let reported = faults.clone();
-        let watched = move |blocks| -> Box<dyn EvictionPolicy> {
-            Box::new(Watched {
-                policy: setup.policy.build(blocks),
-                blocks: HashSet::new(),
-                faults: reported.clone(),
-            })
-        };
+        let faults = Faults::default();
+        let reported = Arc::clone(&faults);
+        let watched = move |blocks| Watched::boxed(setup.policy.build(blocks), &reported);
         let mut config = PoolConfig::default()
             .custom_policy(watched)
             .shards(setup.shards)

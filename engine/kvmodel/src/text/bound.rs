@@ -220,7 +220,7 @@ mod tests {
         let (mut state, mut texts) = (7u64, vec![String::new()]);
         for length in 1..200 {
             let mut text = String::new();
-            for _ in 0..length % 23 + 1 {
+            for _ in 0..=length % 23 {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                 let part = parts[(state >> 33) as usize % parts.len()];
                 text += &part.repeat((state >> 50) as usize % 3 + 1);

@@ -263,7 +263,7 @@ impl BlockPool {
         }
         inner.count_lookup(keys, found.ids.len());
         let home = inner.home(missing);
-        inner.take_from(&mut shards, home, &mut fresh.ids, missing, &moment);
+        SharedPool::take_from(&mut shards, home, &mut fresh.ids, missing, &moment);
         Ok((found, fresh))
     }
 
@@ -288,7 +288,7 @@ impl BlockPool {
             // Cached contents must not be evicted while other shards have free blocks. The slow path checks
             // for that.
             if shard.available() >= n && !elsewhere() {
-                inner.take_from(&mut [shard], 0, out, n, &moment);
+                SharedPool::take_from(&mut [shard], 0, out, n, &moment);
                 return Ok(());
             }
         }
@@ -298,7 +298,7 @@ impl BlockPool {
         if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
             return Err(out_of_blocks(&shards, n));
         }
-        inner.take_from(&mut shards, home, out, n, &moment);
+        SharedPool::take_from(&mut shards, home, out, n, &moment);
         Ok(())
     }
 
@@ -483,14 +483,7 @@ impl SharedPool {
 
     /// Allocates `n` blocks that are known to be available: first free blocks of all shards, then evicted
     /// blocks.
-    fn take_from(
-        &self,
-        shards: &mut [LockedShard<'_>],
-        home: usize,
-        out: &mut Ids,
-        n: usize,
-        moment: &Moment<'_>,
-    ) {
+    fn take_from(shards: &mut [LockedShard<'_>], home: usize, out: &mut Ids, n: usize, moment: &Moment<'_>) {
         let count = shards.len();
         let mut left = n;
         for i in 0..count {

@@ -393,8 +393,7 @@ impl Shard {
             return self.release(block, moment.rules, moment.now);
         }
         self.evictable += 1;
-        let own = self.meta[block as usize].key;
-        let (key, now) = (Some(&own), moment.now);
+        let (key, now) = (Some(&self.meta[block as usize].key), moment.now);
         let entry = match self.times.get_mut(block as usize) {
             Some(times) => {
                 times.released = now;
@@ -402,7 +401,11 @@ impl Shard {
             }
             None => PolicyEntry { key, now, ..PolicyEntry::default() },
         };
-        self.ask(|policy| policy.insert(block, &entry));
+        if self.trusted {
+            return self.policy.insert(block, &entry);
+        }
+        let (own, entry) = (self.meta[block as usize].key, PolicyEntry { key: None, ..entry });
+        self.ask(|policy| policy.insert(block, &PolicyEntry { key: Some(&own), ..entry }));
     }
 
     pub(super) fn pin(&mut self, block: u32) {
@@ -442,7 +445,9 @@ impl Shard {
             FreeOrder::FreeFirst => order.reverse(),
             FreeOrder::OneQueue => {}
         }
-        order.into_iter().for_each(|block| self.release(block, moment.rules, moment.now));
+        for block in order {
+            self.release(block, moment.rules, moment.now);
+        }
         self.free.extend(before);
         cleared.len()
     }

@@ -185,7 +185,7 @@ pub(crate) fn case(rng: &mut StdRng, note: &Note, kept: &mut Option<Engine>) -> 
     }
     drop(answers);
     engine.step().map_err(|error| error.to_string())?;
-    engine.check_invariants().map_err(|error| error.to_string())?;
+    engine.check_invariants()?;
     let report = engine.report();
     for counts in [report.main, report.chunks].into_iter().flatten() {
         if (counts.mutable, counts.shared) != (0, 0) {

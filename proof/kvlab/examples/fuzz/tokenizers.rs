@@ -127,11 +127,18 @@ pub(crate) fn case(rng: &mut StdRng, note: &Note) -> Outcome {
     let file = tokenizer(rng);
     note.write(&file);
     let Ok(codec) = TextCodec::from_bytes(&file, None) else { return Ok(()) };
+    let random =
+        serde_json::from_slice::<Value>(&file).is_ok_and(|file| file["model"]["dropout"].is_number());
     for text in TEXTS {
         for special in [false, true] {
             // A tokenizer may refuse a text. A panic of the library is an error as well.
             let Ok(tokens) = codec.encode(text, special) else { continue };
             let _ = codec.decode(&tokens);
+            // The same text has the same tokens, unless `dropout` chooses at random.
+            let again = codec.encode(text, special).map_err(|error| error.to_string())?;
+            if again != tokens && !random {
+                return Err(format!("{text:?} has the tokens {tokens:?}, then {again:?}"));
+            }
         }
     }
     let _ = codec.decode(&[0, 1, u32::MAX]);
