@@ -93,6 +93,8 @@ struct Shared {
     config: SlabConfig,
     scope: BlockKey,
     state: Mutex<SlabState>,
+    /// Held by the thread that takes a batch from the queue and places it.
+    placing: Mutex<()>,
     /// Held for reading by a thread that has a batch, and for writing during a checkpoint.
     writing: RwLock<()>,
     queue: Mutex<Queue>,
@@ -186,6 +188,7 @@ impl Slab {
             config,
             scope,
             state: Mutex::new(state),
+            placing: Mutex::new(()),
             writing: RwLock::new(()),
             queue: Mutex::default(),
             queue_changed: Condvar::new(),

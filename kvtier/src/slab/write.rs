@@ -53,7 +53,10 @@ impl Shared {
     /// Writes batches until the slab is closed and nothing is left to write. Several threads do so at once: one
     /// copies while another one waits for the disk.
     pub(super) fn write_batches(&self) {
-        while let Some(batch) = self.next_batch() {
+        loop {
+            // One thread at a time, so that the numbers of the writes follow the order of the stores.
+            let placing = self.placing.lock();
+            let Some(batch) = self.next_batch() else { return };
             let keys: Vec<BlockKey> = batch.iter().map(|record| record.id.key).collect();
             let bytes = batch.iter().map(Record::payload_len).sum();
             let mut placed = Vec::new();
@@ -74,6 +77,7 @@ impl Shared {
                     placed.push(Placed { record, runs, sequence, identity, digest: 0 });
                 }
             }
+            drop(placing);
             self.write_batch(placed);
             drop(writing);
             self.end_batch(&keys, bytes);
