@@ -50,8 +50,8 @@ pub(crate) struct Slice {
 pub(crate) const SLICES: &[Slice] = &[
     Slice {
         name: "assertions",
-        covers: "the tests of each run but examples in documentation, with debug assertions and overflow checks",
-        command: "cargo xtask test --assertions",
+        covers: "the tests of each run but examples, with debug assertions and overflow checks; 200 killed processes",
+        command: "KVTIER_TEST_KILLS=200 cargo xtask test --assertions",
         needs: &[],
     },
     Slice {
@@ -161,12 +161,6 @@ pub(crate) const SLICES: &[Slice] = &[
         covers: "the commands of docs/vllm.md: a server, curl, clients",
         command: "cargo xtask python --vllm docs",
         needs: python::NEEDS_VLLM,
-    },
-    Slice {
-        name: "kills",
-        covers: "200 processes that are killed while they write to a disk, in each way of I/O",
-        command: "KVTIER_TEST_KILLS=200 cargo test --release --workspace --all-features --test killed",
-        needs: &[],
     },
     Slice {
         name: "benches-cpu",
