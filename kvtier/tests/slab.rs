@@ -386,3 +386,23 @@ fn a_child_never_outlives_its_parent() {
     assert!(slab.usage().records > 80 && slab.usage().bytes <= LIMIT);
     slab.check_invariants().unwrap();
 }
+
+/// Several threads write, but the last record that was stored under a key is the one that is found.
+#[test]
+fn the_last_store_of_a_key_wins_in_every_round() {
+    let folder = tempfile::tempdir().unwrap();
+    let slab = open(folder.path());
+    let first = record(1, 40_000);
+    let others = others_with_the_key_of(&first);
+    for round in 0..200 {
+        let others = others.iter().cycle().skip(round).take(3);
+        let last = others.clone().last().unwrap();
+        for (number, other) in (10..).zip(others) {
+            assert_ne!(slab.store(other.clone()), Stored::Dropped);
+            slab.store(record(number + round as u32 % 7, 30_000));
+        }
+        assert!(slab.flush(PATIENCE));
+        assert_eq!(load(&slab, &last.id).unwrap(), last.buffers, "round {round}");
+    }
+    slab.check_invariants().unwrap();
+}

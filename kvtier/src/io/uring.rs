@@ -36,6 +36,9 @@ const MOST_BYTES: usize = 1 << 30;
 /// The time until an operation that the kernel had no memory for is repeated.
 const PAUSE: Duration = Duration::from_millis(1);
 
+/// How often entries are submitted before a caller goes on.
+const TRIES: usize = 20;
+
 /// A ring, and the thread that waits for it.
 ///
 /// # Drop behaviour
@@ -172,9 +175,13 @@ impl Shared {
         // `under_way`, with their memory, until their ends have been reported.
         let pushed = unsafe { self.ring.submission_shared().push_multiple(entries) };
         debug_assert!(pushed.is_ok(), "the ring has more entries than there are requests under way");
-        // The kernel can stop in the middle, as when it is out of memory. What is left is submitted later.
-        // SAFETY: as above.
-        while unsafe { !self.ring.submission_shared().is_empty() } {
+        // The kernel can stop in the middle, as when it is out of memory. What is left is submitted together with
+        // later entries, so that a caller is not held up beyond its deadline.
+        for _ in 0..TRIES {
+            // SAFETY: as above.
+            if unsafe { self.ring.submission_shared().is_empty() } {
+                return;
+            }
             if self.ring.submit().is_err() {
                 std::thread::sleep(PAUSE);
             }

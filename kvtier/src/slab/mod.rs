@@ -103,6 +103,8 @@ struct Shared {
     config: SlabConfig,
     scope: BlockKey,
     state: Mutex<SlabState>,
+    /// Held by the thread that takes a batch from the queue and places it.
+    placing: Mutex<()>,
     /// Held for reading by a thread that has a batch, and for writing during a checkpoint.
     writing: RwLock<()>,
     queue: Mutex<Queue>,
@@ -114,10 +116,7 @@ struct Shared {
 /// Records that wait to be written.
 #[derive(Default)]
 struct Queue {
-    /// Each record with its place among all records that were stored.
-    records: VecDeque<(u64, Record)>,
-    /// The number of records that were stored.
-    stored: u64,
+    records: VecDeque<Record>,
     /// The records that wait or are being written, by their keys.
     waiting: HashMap<BlockKey, Waiting>,
     bytes: usize,
@@ -200,6 +199,7 @@ impl Slab {
             config,
             scope,
             state: Mutex::new(state),
+            placing: Mutex::new(()),
             writing: RwLock::new(()),
             queue: Mutex::default(),
             queue_changed: Condvar::new(),
@@ -246,9 +246,7 @@ impl Slab {
         }
         *waiting = Waiting { identity, records: waiting.records + 1 };
         queue.bytes += bytes;
-        queue.stored += 1;
-        let place = queue.stored;
-        queue.records.push_back((place, record));
+        queue.records.push_back(record);
         drop(queue);
         shared.queue_changed.notify_all();
         Stored::Queued
@@ -298,7 +296,7 @@ impl Slab {
 
 impl Shared {
     /// Waits for records, and returns a few of them. Returns `None` if the queue is closed and empty.
-    fn next_batch(&self) -> Option<Vec<(u64, Record)>> {
+    fn next_batch(&self) -> Option<Vec<Record>> {
         let mut queue = self.queue.lock();
         while queue.records.is_empty() {
             if queue.closed {
@@ -308,7 +306,7 @@ impl Shared {
         }
         let (most, most_bytes) = BATCH;
         let mut bytes = 0;
-        let fits = |(_, record): &&(u64, Record)| {
+        let fits = |record: &&Record| {
             bytes += record.payload_len();
             bytes <= most_bytes
         };

@@ -22,8 +22,6 @@ const MOST_OPENED: u32 = 4096;
 pub(super) struct Entry {
     pub(super) scope: BlockKey,
     pub(super) sequence: u64,
-    /// The record's place among all records that were stored since the slab was opened, or 0.
-    place: u64,
     pub(super) payload: usize,
     pub(super) note: RecordNote,
     pub(super) created: u64,
@@ -108,22 +106,21 @@ impl SlabState {
             return;
         }
         self.sequence = self.sequence.max(sequence);
-        self.insert(listed, 0);
+        self.insert(listed);
     }
 
-    /// Adds a record whose cells have been taken. `place` is its place among all records that were stored. An older
-    /// record with the same key is replaced; if there is a newer one, the cells are free again.
-    pub(super) fn insert(&mut self, listed: Listed, place: u64) {
+    /// Adds a record whose cells have been taken. An older record with the same key is replaced; if there is a
+    /// newer one, the cells are free again.
+    pub(super) fn insert(&mut self, listed: Listed) {
         let Listed { key, scope, sequence, payload, note, created, identity, runs } = listed;
-        if self.records.get(&key).is_some_and(|known| known.place > place) {
+        if self.records.get(&key).is_some_and(|known| known.sequence > sequence) {
             return self.give_back(runs);
         }
         self.remove(&key);
         self.order.insert(key, note.parent);
         self.known.insert(note.text, key);
         let (readers, doubted) = (0, false);
-        let entry =
-            Entry { scope, sequence, place, payload, note, created, identity, runs, readers, doubted };
+        let entry = Entry { scope, sequence, payload, note, created, identity, runs, readers, doubted };
         self.records.insert(key, entry);
     }
 

@@ -22,8 +22,6 @@ pub(super) const REQUEST: usize = 256 << 10;
 
 /// A record with its place.
 struct Placed {
-    /// The record's place among all records that were stored.
-    place: u64,
     record: Record,
     runs: Vec<CellRun>,
     sequence: u64,
@@ -62,12 +60,15 @@ impl Shared {
     /// Writes batches until the slab is closed and nothing is left to write. Several threads do so at once: one
     /// copies while another one waits for the disk.
     pub(super) fn write_batches(&self) {
-        while let Some(batch) = self.next_batch() {
-            let keys: Vec<BlockKey> = batch.iter().map(|(_, record)| record.id.key).collect();
-            let bytes = batch.iter().map(|(_, record)| record.payload_len()).sum();
+        loop {
+            // One thread at a time, so that the numbers of the writes follow the order of the stores.
+            let placing = self.placing.lock();
+            let Some(batch) = self.next_batch() else { return };
+            let keys: Vec<BlockKey> = batch.iter().map(|record| record.id.key).collect();
+            let bytes = batch.iter().map(Record::payload_len).sum();
             let mut placed = Vec::new();
             let mut writing = self.writing.read();
-            for (place, record) in batch {
+            for record in batch {
                 let payload = record.payload_len();
                 let mut runs = self.state.lock().take(payload);
                 if runs.is_none() {
@@ -80,9 +81,10 @@ impl Shared {
                     let mut state = self.state.lock();
                     state.sequence += 1;
                     let (sequence, created, identity) = (state.sequence, seconds(), record.id.digest());
-                    placed.push(Placed { place, record, runs, sequence, created, identity, digest: 0 });
+                    placed.push(Placed { record, runs, sequence, created, identity, digest: 0 });
                 }
             }
+            drop(placing);
             self.write_batch(placed);
             drop(writing);
             self.end_batch(&keys, bytes);
@@ -124,7 +126,7 @@ impl Shared {
         let written = self.write_payloads(&mut batch).and_then(|()| self.write_headers(&batch));
         let written = written.and_then(|()| self.io.sync());
         let (mut state, mut orphans) = (self.state.lock(), 0);
-        for Placed { place, record, runs, sequence, created, identity, .. } in &mut batch {
+        for Placed { record, runs, sequence, created, identity, .. } in &mut batch {
             let (runs, payload, note) = (std::mem::take(runs), record.payload_len(), record.note);
             // The parent may have left while this record was written.
             let is_orphan = !state.has_parent(&note) && !self.waits(note.parent);
@@ -132,8 +134,7 @@ impl Shared {
             if written.is_ok() && !is_orphan {
                 let (key, scope) = (record.id.key, self.scope);
                 let (sequence, created, identity) = (*sequence, *created, *identity);
-                let listed = Listed { key, scope, sequence, payload, note, created, identity, runs };
-                state.insert(listed, *place);
+                state.insert(Listed { key, scope, sequence, payload, note, created, identity, runs });
             } else {
                 state.give_back(runs);
             }
@@ -164,7 +165,7 @@ impl Shared {
 
     fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
         let request = |placed: &Placed| {
-            let Placed { record, runs, sequence, created, identity, digest, .. } = placed;
+            let Placed { record, runs, sequence, created, identity, digest } = placed;
             let mut page = Pages::new(1);
             let header = Header {
                 sequence: *sequence,

@@ -135,6 +135,37 @@ impl Ours {
     }
 }
 
+/// The number of records on the disk when a slab is opened.
+const MANY: u32 = 100_000;
+
+/// Stores [`MANY`] small records, and returns the shortest of three times from opening the slab to the first
+/// record, in seconds.
+fn restart(folder: &Path, way: IoWay) -> f64 {
+    let scope = KeyScope::new("bench", b"").root();
+    let config = SlabConfig { limit: 1 << 30, cell_bytes: 8 << 10, io: Some(way), ..SlabConfig::default() };
+    let open = || Slab::open(folder, scope, config).expect("a slab");
+    let id = |number: u32| RecordId {
+        key: scope.child(&[number]),
+        tokens: [number].into(),
+        stored_start: 0,
+        label: "bench".into(),
+    };
+    let slab = open();
+    for number in 0..MANY {
+        while slab.store(Record::new(id(number), vec![vec![number as u8; 1000]])) == Stored::Dropped {
+            assert!(slab.flush(PATIENCE), "the records were not written in time");
+        }
+    }
+    drop(slab);
+    let time = |_| {
+        let start = Instant::now();
+        let slab = open();
+        slab.load(&id(MANY / 2), Instant::now() + PATIENCE).expect("a record that was stored");
+        start.elapsed().as_secs_f64()
+    };
+    (0..3).map(time).fold(f64::INFINITY, f64::min)
+}
+
 fn main() {
     let mib = option("--mib", 512);
     let turns = if option("--quick", 0) > 0 { 1 } else { option("--turns", 5) };
@@ -164,5 +195,14 @@ fn main() {
         row(&what("write"), bytes, write, "direct writes", plain_write);
         row(&what(&format!("read, {LOADS} at a time,")), bytes, read, "direct reads", plain_read);
         row(&what("read, one at a time,"), bytes, one_read, "direct reads", plain_read);
+        let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
+        let first = restart(folder.path(), way);
+        row(
+            &format!("disk tier: restart to the first of {MANY} records, {way}"),
+            RECORD,
+            first,
+            "one second",
+            1.0,
+        );
     }
 }

@@ -83,6 +83,7 @@ const AIMS: [Aim; 20] = [
     },
     Aim { what: "256-bit chained keys", limit: "SHA-256", size: None, least: 1.4, required: false },
     Aim { what: "disk tier: write ", limit: "direct writes", size: None, least: 0.85, required: false },
+    Aim { what: "disk tier: restart ", limit: "one second", size: None, least: 1.0, required: false },
     Aim { what: "disk tier: read, 4 ", limit: "direct reads", size: None, least: 0.85, required: false },
 ];
 

@@ -55,8 +55,8 @@ const fn plain(name: &'static str, covers: &'static str, command: &'static str) 
 pub(crate) const SLICES: &[Slice] = &[
     plain(
         "assertions",
-        "the tests of each run but examples in documentation, with debug assertions and overflow checks",
-        "cargo xtask test --assertions",
+        "the tests of each run but examples, with debug assertions and overflow checks; 200 killed processes",
+        "KVTIER_TEST_KILLS=200 cargo xtask test --assertions",
     ),
     Slice {
         name: "features",
@@ -167,11 +167,6 @@ pub(crate) const SLICES: &[Slice] = &[
         command: "cargo xtask python --vllm docs",
         needs: python::NEEDS_VLLM,
     },
-    plain(
-        "kills",
-        "200 processes that are killed while they write to a disk, in each way of I/O",
-        "KVTIER_TEST_KILLS=200 cargo test --release --workspace --all-features --test killed",
-    ),
     plain(
         "benches-cpu",
         "every benchmark of the CPU in small sizes, and the ratios that are required",
