@@ -25,7 +25,7 @@ PRE = [
     "default", "gpt-2", "smollm", "command-r", "llama-bpe", "llama-v3", "falcon3", "smaug-bpe", "glm4",
     "deepseek-r1-qwen", "stablelm2", "grok-2", "qwen35", "deepseek-v3", "deepseek-coder", "falcon", "tekken", "gpt-4o",
     "llama4", "bailingmoe", "seed-coder", "poro-chat", "viking", "exaone", "olmo", "dbrx", "mpt", "minerva-7b",
-    "deepseek-llm", "kimi-k2", "youtu", "afmoe", "exaone-moe", "jais-2", "tiny_aya", "chameleon", "glm5", "minicpm5",
+    "deepseek-llm", "afmoe", "exaone-moe", "jais-2", "chameleon", "glm5", "minicpm5",
     "granite-embed-multi-97m", "ufakzeka", "roberta-bpe", "superbpe",
 ]
 TEXTS = [

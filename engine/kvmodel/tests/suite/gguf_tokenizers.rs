@@ -72,7 +72,7 @@ fn texts_have_the_tokens_of_llama_cpp_with_every_pre_tokenizer() {
         draft.set("tokenizer.ggml.pre", text(pre));
         load(&draft.write(place.path())).unwrap().codec
     };
-    assert!(goldens.ids.len() >= 42 && goldens.texts.len() >= 18);
+    assert!(goldens.ids.len() >= 39 && goldens.texts.len() >= 18);
     let mut wrong = Vec::new();
     for (pre, ids) in &goldens.ids {
         let codec = codec(pre);
