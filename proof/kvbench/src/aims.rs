@@ -21,7 +21,7 @@ struct Aim {
 /// hashing its tokens into a chain of keys, and a prompt with cached documents at most 1.1 times as long as
 /// its question alone. Decoys may make a new document 1.3 times and a prompt with cached documents 1.02 times
 /// as slow.
-const AIMS: [Aim; 20] = [
+const AIMS: [Aim; 21] = [
     Aim { what: "scatter ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "gather ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "copy_blocks ", limit: "memcpy", size: None, least: 0.9, required: false },
