@@ -144,7 +144,6 @@ impl Engine {
     /// }
     /// let prompt = ChunkedPrompt::new(vec![9], vec![vec![1, 2, 3]], vec![4])?;
     /// for engine in &mut engines {
-    ///     engine.load_from_disk(LoadRule::Always(std::time::Duration::from_secs(10)));
     ///     let mut request = engine.request(PromptTokens::Chunked(prompt.clone()));
     ///     request.max_new_tokens = 1;
     ///     engine.generate(&request, &mut ())?;
@@ -177,6 +176,7 @@ impl Engine {
     ///     let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
     ///     let mut engine = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?;
     ///     engine.open_disk(folder.path(), SlabConfig { limit: 16 << 20, ..SlabConfig::default() })?;
+    ///     engine.load_from_disk(LoadRule::Always(std::time::Duration::from_secs(10)));
     ///     let mut request = engine.request(PromptTokens::Chunked(prompt.clone()));
     ///     request.max_new_tokens = 1;
     ///     engine.generate(&request, &mut ())?;

@@ -84,7 +84,8 @@ impl ModelDirectory {
         Ok(Self::of(Model::with_dense(config, weights, format, dense)?, codec, notes))
     }
 
-    fn of(model: Model, codec: TextCodec, notes: Vec<String>) -> Self {
+    fn of(model: Model, codec: TextCodec, mut notes: Vec<String>) -> Self {
+        notes.extend(notes::tensors(model.unused(), model.config()));
         let codec = codec.with_limit(model.config().max_positions);
         Self { model, codec, notes }
     }

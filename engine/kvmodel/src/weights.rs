@@ -33,6 +33,8 @@ pub struct Weights {
     digest: blake3::Hash,
     /// The files that the tensors are parts of.
     files: Vec<WeightFile>,
+    /// The names of tensors that no model of the family has.
+    unknown: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -86,7 +88,12 @@ impl Weights {
             opened.push(file);
         }
         progress(done, total);
-        Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize(), files: opened })
+        Ok(Self {
+            source: WeightSource::Stored(tensors),
+            digest: hasher.finalize(),
+            files: opened,
+            unknown: Vec::new(),
+        })
     }
 
     /// Parses the bytes of one safetensors file.
@@ -98,7 +105,12 @@ impl Weights {
         let mut hasher = blake3::Hasher::new();
         let mut reader = FileReader { file: bytes.to_vec().into(), at: 0, hasher: &mut hasher };
         let tensors = reader.tensors(&mut |_| ())?;
-        Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize(), files: Vec::new() })
+        Ok(Self {
+            source: WeightSource::Stored(tensors),
+            digest: hasher.finalize(),
+            files: Vec::new(),
+            unknown: Vec::new(),
+        })
     }
 
     /// Creates weights from tensors that the caller has already read, for example `Q8_0` or `Q4_K` blocks,
@@ -114,13 +126,33 @@ impl Weights {
             hasher.update(head.as_bytes());
             hasher.update(tensor.bytes());
         }
-        Self { source: WeightSource::Stored(tensors), digest: hasher.finalize(), files: Vec::new() }
+        Self {
+            source: WeightSource::Stored(tensors),
+            digest: hasher.finalize(),
+            files: Vec::new(),
+            unknown: Vec::new(),
+        }
     }
 
     /// Adds a file that the tensors are parts of.
     pub(crate) fn with_file(mut self, file: WeightFile) -> Self {
         self.files.push(file);
         self
+    }
+
+    /// Adds the names of tensors that were not read, because no model of the family has them.
+    #[must_use]
+    pub(crate) fn with_unknown(self, unknown: Vec<String>) -> Self {
+        Self { unknown, ..self }
+    }
+
+    /// Removes and returns the names of the tensors that have not been taken.
+    pub(crate) fn take_rest(&mut self) -> Vec<String> {
+        let mut rest = std::mem::take(&mut self.unknown);
+        if let WeightSource::Stored(tensors) = &mut self.source {
+            rest.extend(std::mem::take(tensors).into_keys());
+        }
+        rest
     }
 
     /// Removes and returns the files that the tensors are parts of.
@@ -133,7 +165,7 @@ impl Weights {
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
         let source = WeightSource::Random(Box::new(StdRng::seed_from_u64(seed)));
-        Self { source, digest, files: Vec::new() }
+        Self { source, digest, files: Vec::new(), unknown: Vec::new() }
     }
 
     /// Returns the hash that identifies the weights: the hash of all files, of the given tensors, or of the

@@ -67,10 +67,16 @@ fn rope_parameters(json: &Value) -> Result<Value> {
         return bad(format!("rope_parameters has neither {FULL} nor {SLIDING}"));
     }
     let of = |kind: &str, scaling: Option<&Value>, field: &str, theta: f64| {
-        let mut parameters = by_type.and_then(|by_type| by_type.get(kind)).or(scaling).cloned();
+        let mut parameters = by_type.and_then(|by_type| by_type.get(kind)).cloned();
         let parameters = parameters.get_or_insert_with(|| json!({}));
-        if !parameters.is_object() {
-            return bad(format!("the rope parameters of {kind} are {parameters}, not an object"));
+        // Of both names, the fields of the old one count.
+        for given in [Some(&*parameters), scaling].into_iter().flatten() {
+            if !given.is_object() {
+                return bad(format!("the rope parameters of {kind} are {given}, not an object"));
+            }
+        }
+        for (name, value) in scaling.and_then(Value::as_object).into_iter().flatten() {
+            parameters[name] = value.clone();
         }
         if parameters.get("rope_theta").is_none_or(Value::is_null) {
             parameters["rope_theta"] = given(field).cloned().unwrap_or(json!(theta));
@@ -121,6 +127,25 @@ mod tests {
         let Value::Object(fields) = fields else { panic!("fields of a config") };
         config.as_object_mut().unwrap().extend(fields);
         ModelConfig::from_json(&config.to_string()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn the_old_scaling_beside_new_parameters_is_of_layers_with_full_attention() {
+        let by_type = json!({
+            "full_attention": {"rope_type": "default", "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        });
+        let scaling = json!({"rope_type": "linear", "factor": 8.0});
+        let both = config(json!({"rope_parameters": by_type, "rope_scaling": scaling})).unwrap();
+        let merged = json!({
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        });
+        assert_eq!(both, config(json!({"rope_parameters": merged})).unwrap());
+        for absent in [json!({}), json!(null)] {
+            let one = config(json!({"rope_parameters": by_type, "rope_scaling": absent})).unwrap();
+            assert_eq!(one, config(json!({"rope_parameters": by_type})).unwrap());
+        }
     }
 
     #[test]

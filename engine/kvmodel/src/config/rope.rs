@@ -120,8 +120,11 @@ pub(super) fn check_shapes(json: &Value) -> Result<()> {
 /// Returns the rotary parameters, under their new or old name, or null. `null` counts as absent. Of both
 /// names, transformers takes the old one, but keeps the base and the rotated part from the new one.
 fn of_all_layers(json: &Value) -> Value {
+    // Transformers takes an empty object of the old name as absent, too.
+    let is_empty = |value: &Value| value.as_object().is_some_and(serde_json::Map::is_empty);
     let given = |name: &str| json.get(name).filter(|value| !value.is_null());
-    match (given("rope_parameters"), given("rope_scaling")) {
+    let old = given("rope_scaling").filter(|value| !is_empty(value));
+    match (given("rope_parameters"), old) {
         (Some(new), Some(old)) if !LAYER_TYPES.iter().any(|name| new.get(name).is_some()) => {
             let mut both = old.clone();
             for name in ["rope_theta", "partial_rotary_factor"] {
@@ -311,7 +314,11 @@ mod tests {
         let own =
             rope(&format!(r#",{new},"rope_scaling":{{"type":"linear","factor":2.0,"rope_theta":7.0}}"#));
         assert_eq!(own.theta, 7.0);
-        assert_eq!(rope(&format!(r#",{new},"rope_scaling":null"#)), RopeConfig::new(8, 5e5));
+        for absent in ["null", "{}"] {
+            assert_eq!(rope(&format!(r#",{new},"rope_scaling":{absent}"#)), RopeConfig::new(8, 5e5));
+            let of_new = rope(&format!(r#","rope_parameters":{yarn},"rope_scaling":{absent}"#));
+            assert_eq!(of_new, rope(&format!(r#","rope_parameters":{yarn}"#)), "{absent}");
+        }
     }
 
     #[test]

@@ -20,14 +20,16 @@ const NEEDED: [(&str, &str); 5] = [
 
 /// Optional integer fields, which have defaults: each one's GGUF name, without the architecture's prefix,
 /// and its config.json name.
-const OPTIONAL: [(&str, &str); 4] = [
-    ("attention.head_count_kv", "num_key_value_heads"),
-    ("attention.key_length", "head_dim"),
+const OPTIONAL: [(&str, &str); 2] =
+    [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
+
+/// Optional integer fields of Gemma 3. Other families do not have them, so that a file that does gets a note.
+const OF_GEMMA3: [(&str, &str); 2] = [
     ("attention.sliding_window", "sliding_window"),
     ("attention.sliding_window_pattern", "sliding_window_pattern"),
 ];
 
-/// Optional numeric fields: each one's GGUF name, without the architecture's prefix, and its config.json name.
+/// Optional numeric fields of Gemma 3: each one's GGUF name, without the architecture's prefix, and its config.json name.
 const REALS: [(&str, &str); 3] = [
     ("rope.freq_base_swa", "rope_local_base_freq"),
     ("attn_logit_softcapping", "attn_logit_softcapping"),
@@ -96,10 +98,13 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     for (field, own) in OPTIONAL {
         config[own] = json!(whole(field)?);
     }
-    for (field, own) in REALS {
-        config[own] = json!(header.real(&name(field))?);
-    }
     if architecture == GEMMA3 {
+        for (field, own) in OF_GEMMA3 {
+            config[own] = json!(whole(field)?);
+        }
+        for (field, own) in REALS {
+            config[own] = json!(header.real(&name(field))?);
+        }
         needed("attention.sliding_window")?;
         // No field specifies the scale of queries. As in llama.cpp, the number of layers identifies the only
         // model in which it does not depend on the width of a head.
@@ -120,7 +125,7 @@ fn in_fields(reason: &str, architecture: &str) -> String {
     let in_word = |c: char| c.is_alphanumeric() || c == '_';
     let renamed = |part: &str| {
         let word = part.trim_end_matches(|c| !in_word(c));
-        let mut known = NEEDED.iter().chain(&OPTIONAL).chain(&REALS).chain(&ROPE);
+        let mut known = NEEDED.iter().chain(&OPTIONAL).chain(&OF_GEMMA3).chain(&REALS).chain(&ROPE);
         let field = known.find(|(_, own)| *own == word).map(|(field, _)| format!("{architecture}.{field}"));
         field.map_or_else(|| part.to_owned(), |field| field + &part[word.len()..])
     };

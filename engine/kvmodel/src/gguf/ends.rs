@@ -70,6 +70,19 @@ pub(super) fn is_known(text: &str, tokens: &[&str]) -> bool {
     }
 }
 
+/// Returns a sentence that names the end tokens outside the vocabulary, or `None` if there are none.
+pub(super) fn outside(header: &Header) -> Result<Option<String>, GgufFailure> {
+    let count = header.texts("tokenizer.ggml.tokens")?.map_or(0, |tokens| tokens.len() as u64);
+    let mut outside = Vec::new();
+    for field in FIELDS {
+        let id = header.whole(&format!("tokenizer.ggml.{field}"))?.filter(|id| count > 0 && *id >= count);
+        outside.extend(id.map(|id| format!("{field} {id}")));
+    }
+    let words =
+        || format!("these end tokens are outside the vocabulary and are not used: {}", outside.join(", "));
+    Ok((!outside.is_empty()).then(words))
+}
+
 /// Returns the IDs of all end tokens. IDs outside the vocabulary are left out.
 pub(super) fn ends(header: &Header) -> Result<Vec<u64>, GgufFailure> {
     let tokens = header.texts("tokenizer.ggml.tokens")?.unwrap_or_default();

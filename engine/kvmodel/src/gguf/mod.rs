@@ -92,5 +92,6 @@ fn read(
     })?;
     let own_tokenizer = !path.with_file_name("tokenizer.json").exists();
     let architecture = header.text("general.architecture")?.unwrap_or_default();
-    Ok((model, codec, notes::unused(&header, architecture, own_tokenizer).into_iter().collect()))
+    let notes = [notes::unused(&header, architecture, own_tokenizer), ends::outside(&header)?];
+    Ok((model, codec, notes.into_iter().flatten().collect()))
 }

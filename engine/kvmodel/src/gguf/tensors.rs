@@ -79,7 +79,7 @@ pub(super) fn weights(
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Weights, GgufFailure> {
     let total = (file.len() as u64).saturating_sub(header.data);
-    let mut tensors = Vec::new();
+    let (mut tensors, mut unknown) = (Vec::new(), Vec::new());
     for placed in placed(header, file.len())? {
         let place = placed.place;
         let name = if place.name == FACTORS {
@@ -87,7 +87,10 @@ pub(super) fn weights(
         } else {
             name_of(&place.name, config.family)
         };
-        let Some(name) = name else { continue };
+        let Some(name) = name else {
+            unknown.push(place.name.clone());
+            continue;
+        };
         let stored = read(&placed, name, file)?;
         progress(place.offset + stored.bytes().len() as u64, total);
         if place.name == FACTORS {
@@ -97,7 +100,7 @@ pub(super) fn weights(
         tensors.push(in_order(stored, place, config)?);
     }
     progress(total, total);
-    Ok(Weights::from_stored(tensors))
+    Ok(Weights::from_stored(tensors).with_unknown(unknown))
 }
 
 fn read(placed: &PlacedTensor<'_>, name: String, file: &SharedBytes) -> Result<StoredWeight, GgufFailure> {

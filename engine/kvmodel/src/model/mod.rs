@@ -50,6 +50,8 @@ pub struct Model {
     weight_bytes: usize,
     /// The files that weights may be parts of.
     files: Vec<WeightFile>,
+    /// The names of the tensors that were not used.
+    unused: Vec<String>,
 }
 
 /// An observer of a request's progress, which may stop the request.
@@ -155,6 +157,7 @@ impl Model {
         };
         let weight_bytes = loader.held();
         let files = weights.take_files();
+        let unused = weights.take_rest();
         let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
         let groups = groups::groups(&config);
@@ -171,7 +174,13 @@ impl Model {
             identity,
             weight_bytes,
             files,
+            unused,
         })
+    }
+
+    /// Returns the names of the tensors in the files that the model does not use.
+    pub(crate) fn unused(&self) -> &[String] {
+        &self.unused
     }
 
     /// Checks that no weight file that is mapped into memory has changed since the model was loaded. The engine

@@ -10,7 +10,8 @@ use tokenizers::Decoder;
 use tokenizers::decoders::DecoderWrapper;
 
 use super::TextCodec;
-use crate::error::{Error, Result};
+use super::guard::guarded;
+use crate::error::Result;
 
 /// The text that stands for everything before the tokens that are being decoded. It is long enough for decoders
 /// that remove characters from the start, and for UTF-8, in which a character has at most four bytes.
@@ -134,7 +135,7 @@ impl TextCodec {
     /// Decodes tokens as their tokenizer writes them.
     fn join(&self, tokens: Vec<String>) -> Result<String> {
         match self.tokenizer.get_decoder() {
-            Some(decoder) => decoder.decode(tokens).map_err(|e| Error::Tokenizer(e.to_string())),
+            Some(decoder) => guarded(|| decoder.decode(tokens)),
             None => Ok(tokens.join(" ")),
         }
     }

@@ -7,6 +7,7 @@
 mod bound;
 mod clock;
 mod decoding;
+mod growth;
 mod guard;
 mod jinja;
 mod message;
@@ -98,6 +99,7 @@ impl TextCodec {
     /// it is not the usual one.
     pub(crate) fn of(tokenizer: FileContents<'_>, config: &Value, place: &str) -> Result<Self> {
         let FileContents { path, bytes } = tokenizer;
+        growth::check(bytes).map_err(|error| error.in_file(path))?;
         let read = || {
             let mut tokenizer = Tokenizer::from_bytes(bytes)?;
             let known = tokenizer.get_added_tokens_decoder();
@@ -259,6 +261,8 @@ fn added_tokens(config: &Value) -> Vec<AddedToken> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     /// A tokenizer with whole words as tokens. It adds a begin token and an end token around the text, as
@@ -429,6 +433,37 @@ mod tests {
             let error = said(&text).expect_err(model);
             assert!(error.contains("tokenizer"), "{error}");
         }
+    }
+
+    #[test]
+    fn decoders_that_fail_are_errors_and_never_panic() {
+        let strip =
+            |start: u32, stop: u32| json!({"type": "Strip", "content": "a", "start": start, "stop": stop});
+        let nothing = json!({"type": "Replace", "pattern": {"Regex": "."}, "content": ""});
+        let all = |steps: &[Value]| json!({"type": "Sequence", "decoders": steps});
+        let mut failed = 0;
+        for decoder in [
+            strip(1, 1),
+            strip(0, 9),
+            strip(9, 9),
+            all(&[nothing.clone(), strip(0, 1)]),
+            all(&[nothing, strip(1, 1), json!({"type": "Fuse"})]),
+            all(&[json!({"type": "Fuse"}), strip(2, 2)]),
+        ] {
+            let mut file: Value = serde_json::from_str(WORDS).unwrap();
+            file["decoder"] = decoder;
+            let Ok(codec) = TextCodec::from_bytes(file.to_string().as_bytes(), None) else { continue };
+            let tokens = codec.encode("a b c a", false).unwrap();
+            failed += usize::from(codec.decode(&tokens).is_err());
+            let stream = || -> Result<String> {
+                let mut stream = crate::TextStream::new(&codec, ["b".to_owned()])?;
+                tokens.iter().try_for_each(|&token| stream.push(token).map(drop))?;
+                stream.finish()
+            };
+            let streamed = stream();
+            assert!(streamed.is_ok() || codec.decode(&tokens).is_err() || failed > 0, "{streamed:?}");
+        }
+        assert!(failed > 0, "none of the decoders fails");
     }
 
     #[test]

@@ -37,6 +37,11 @@ impl Budget {
         Self { steps: Cell::new(STEPS), memory: Cell::new(all), all, depth: Cell::new(0) }
     }
 
+    /// Takes the steps to read every character of a text.
+    pub(super) fn scanned(&self, text: &str) -> Run<()> {
+        self.steps(text.len() >> 6)
+    }
+
     /// Takes `count` steps.
     pub(super) fn steps(&self, count: usize) -> Run<()> {
         match self.steps.get().checked_sub(count as u64) {

@@ -61,7 +61,10 @@ impl Evaluator<'_> {
         let found = match (value, key) {
             (Value::Undefined(words), _) => return fail(&**words),
             (Value::Dict(dict), key) => dict.get(key, self.budget)?.cloned(),
-            (value, key) => key.as_int().and_then(|index| operate::element(value, index)),
+            (value, key) => match key.as_int() {
+                Some(index) => operate::element(self.budget, value, index)?,
+                None => None,
+            },
         };
         match (found, key) {
             (Some(found), _) => Ok(found),

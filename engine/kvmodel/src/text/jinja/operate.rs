@@ -203,15 +203,17 @@ pub(super) fn contains(budget: &Budget, container: &Value, item: &Value) -> Run<
 
 /// Returns the element at an index, or `None` if the value has no element there. Negative indices count from
 /// the end.
-pub(super) fn element(value: &Value, index: i128) -> Option<Value> {
-    let len = value.len()?;
-    let at = usize::try_from(if index < 0 { index + len as i128 } else { index }).ok()?;
-    match value {
+pub(super) fn element(budget: &Budget, value: &Value, index: i128) -> Run<Option<Value>> {
+    let Some(len) = value.counted_len(budget)? else { return Ok(None) };
+    let Ok(at) = usize::try_from(if index < 0 { index + len as i128 } else { index }) else {
+        return Ok(None);
+    };
+    Ok(match value {
         Value::List(items) | Value::Tuple(items) => items.items.get(at).cloned(),
         Value::Range { start, step, .. } if at < len => Some(Value::Int(start + step * at as i128)),
         Value::Text(text) => text.chars().nth(at).map(|c| (&*c.encode_utf8(&mut [0; 4])).into()),
         _ => None,
-    }
+    })
 }
 
 /// Returns the elements `[start:stop:step]` of a text, a list or a tuple.
@@ -256,7 +258,8 @@ pub(super) fn slice(
         budget.memory(4 * chars.len())?;
         return Value::text(budget, places.into_iter().filter_map(|i| chars.get(i)).collect::<String>());
     }
-    let picked: Vec<Value> = places.into_iter().filter_map(|i| element(value, i as i128)).collect();
+    let picked = places.into_iter().map(|i| element(budget, value, i as i128));
+    let picked: Vec<Value> = picked.collect::<Run<Vec<_>>>()?.into_iter().flatten().collect();
     match value {
         Value::Tuple(_) => Value::tuple(budget, picked),
         _ => Value::list(budget, picked),

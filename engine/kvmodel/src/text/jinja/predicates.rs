@@ -51,6 +51,13 @@ pub(super) const TESTS: [&str; 39] = [
     "upper",
 ];
 
+/// Returns a value as a text, and takes the steps to read every character of it.
+fn scanned(run: &Evaluator<'_>, value: &Value) -> Run<String> {
+    let text = run.printer().text(value)?.into_owned();
+    run.budget.scanned(&text)?;
+    Ok(text)
+}
+
 /// Returns true if a value has a property.
 pub(super) fn holds(run: &Evaluator<'_>, name: &str, value: &Value, arguments: &[Value]) -> Run<bool> {
     let other = || match arguments {
@@ -78,8 +85,8 @@ pub(super) fn holds(run: &Evaluator<'_>, name: &str, value: &Value, arguments: &
             other => matches!(other, Value::Loop(_) | Value::Undefined(_)),
         },
         "escaped" => false,
-        "lower" => letters::has_only(&run.printer().text(value)?, char::is_lowercase, char::is_uppercase),
-        "upper" => letters::has_only(&run.printer().text(value)?, char::is_uppercase, char::is_lowercase),
+        "lower" => letters::has_only(&scanned(run, value)?, char::is_lowercase, char::is_uppercase),
+        "upper" => letters::has_only(&scanned(run, value)?, char::is_uppercase, char::is_lowercase),
         "odd" => remainder(&Value::Int(2))?.as_float() == Some(1.0),
         "even" => remainder(&Value::Int(2))?.as_float() == Some(0.0),
         "divisibleby" => remainder(other()?)?.as_float() == Some(0.0),

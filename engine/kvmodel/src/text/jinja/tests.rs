@@ -129,6 +129,10 @@ fn refused(source: &str) -> Fault {
     "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(40) %}{% set ns.x %}{{ ns.x }}{{ ns.x }}{% endset %}{% endfor %}"
 )]
 #[case::searched("{% set a = 'a' * 9000000 %}{% for i in range(99999) %}{{ 'b' in a }}{% endfor %}")]
+#[case::counted("{% set a = 'a' * 9000000 %}{% for i in range(99999) %}{{ a | length }}{% endfor %}")]
+#[case::element("{% set a = 'a' * 9000000 %}{% for i in range(99999) %}{{ a[5] }}{{ a[-1] }}{% endfor %}")]
+#[case::lower("{% set a = 'a' * 9000000 %}{% for i in range(99999) %}{{ a is lower }}{% endfor %}")]
+#[case::upper("{% set a = 'A' * 200000 %}{% for i in range(99999) %}{{ a is upper }}{% endfor %}")]
 #[case::keys("{% set ns = namespace(x={}) %}{{ dict(range(99999) | batch(2, 0)) | length }}")]
 fn a_template_without_an_end_is_stopped(#[case] source: &str) {
     let started = std::time::Instant::now();

@@ -231,14 +231,23 @@ impl Value {
         })
     }
 
+    /// Returns the [length](Self::len), and takes the steps to count a text's characters.
+    pub(super) fn counted_len(&self, budget: &Budget) -> Run<Option<usize>> {
+        if let Self::Text(text) = self {
+            budget.scanned(text)?;
+        }
+        Ok(self.len())
+    }
+
     /// Returns true if the value can be iterated over.
     pub(super) fn is_iterable(&self) -> bool {
-        self.len().is_some()
+        // The characters of a text need not be counted for this.
+        matches!(self, Self::Text(_)) || self.len().is_some()
     }
 
     /// Returns the elements that an iteration over the value visits, and takes their memory.
     pub(super) fn items(&self, budget: &Budget) -> Run<Vec<Self>> {
-        let Some(len) = self.len() else {
+        let Some(len) = self.counted_len(budget)? else {
             return fail(format!("'{}' object is not iterable", self.kind()));
         };
         budget.memory(len.saturating_mul(size_of::<Self>()))?;

@@ -10,7 +10,7 @@ use super::{Arguments, Evaluator, Run, Value, apply as apply_filter, count, fail
 pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) -> Run<Value> {
     let budget = run.budget;
     match name {
-        "length" | "count" => match value.len() {
+        "length" | "count" => match value.counted_len(run.budget)? {
             Some(len) => Ok(len.into()),
             None => fail(format!("object of type '{}' has no len()", value.kind())),
         },

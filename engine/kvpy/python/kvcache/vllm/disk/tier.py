@@ -50,6 +50,7 @@ COUNTERS = {
     "differs": "Blocks in the disk tier that belonged to another prompt or layout.",
     "damaged": "Blocks in the disk tier whose bytes had changed.",
     "deadline_exceeded": "Blocks that the disk did not deliver in time.",
+    "loads_skipped_slower": "Blocks that were not read because computing them is faster; vLLM does not measure that.",
     "read_errors": "Blocks that the disk refused to read.",
     "write_errors": "Writes that the disk refused.",
     "stores_dropped": "Blocks that were not written, because there was no room.",
