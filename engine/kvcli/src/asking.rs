@@ -82,7 +82,7 @@ fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
 fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
     let in_model = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &Path| {
-        std::fs::read_to_string(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
+        crate::text_file::read(path).map_err(|source| Error::Dataset { path: path.to_owned(), source })
     };
     let graded = |questions: Vec<Question>| -> Vec<Question> {
         let grade = |question: Question| match asking.grader {

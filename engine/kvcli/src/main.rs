@@ -8,6 +8,7 @@
 //!   documents are reused
 //! - [`backend`], [`load`], [`embedded`]: devices and models
 //! - [`report`], [`progress`], [`plot`], [`memory`], [`notes`]: the output
+//! - [`text_file`]: files that options name
 //! - [`error`]: failures, with advice
 
 #[macro_use]
@@ -31,6 +32,7 @@ mod plot;
 mod progress;
 mod report;
 mod run;
+mod text_file;
 mod tune;
 mod warm;
 mod way;

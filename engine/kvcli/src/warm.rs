@@ -149,7 +149,7 @@ fn read(path: &Path) -> Result<Vec<String>> {
 /// Reads the documents in a file of JSON lines.
 fn lines(path: &Path) -> Result<Vec<String>> {
     let text =
-        std::fs::read_to_string(path).map_err(|source| Error::Document { path: path.to_owned(), source })?;
+        crate::text_file::read(path).map_err(|source| Error::Document { path: path.to_owned(), source })?;
     let each = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let documents = each.map(|(at, line)| {
         let wrong = |reason: String| Error::DocumentLine { path: path.to_owned(), line: at + 1, reason };

@@ -239,7 +239,7 @@ pub(crate) struct RunArgs {
 
     /// Number of threads for the CPU backend and for matrix products. Default: one per logical processor for
     /// the backend, and one per physical core for matrix products.
-    #[arg(long, value_name = "N", value_parser = at_least_one)]
+    #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
 
     /// Show a breakdown of the time spent.
@@ -364,6 +364,11 @@ fn separator(text: &str) -> Result<String, String> {
 
 fn number<T: FromStr>(text: &str, fits: impl Fn(&T) -> bool, needed: &str) -> Result<T, String> {
     text.parse().ok().filter(fits).ok_or_else(|| format!("must be {needed}"))
+}
+
+/// Parses a number of threads. Each has a stack of its own.
+fn threads(text: &str) -> Result<usize, String> {
+    number(text, |&n| (1..=1024).contains(&n), "a whole number from 1 to 1024")
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

@@ -60,7 +60,7 @@ fn engine(args: &ServeArgs) -> Result<Engine> {
 
 /// Reads a trace: one JSON object per line.
 fn read(path: &Path) -> Result<Vec<Arrival>> {
-    let text = std::fs::read_to_string(path).map_err(|source| Error::Trace { path: path.into(), source })?;
+    let text = crate::text_file::read(path).map_err(|source| Error::Trace { path: path.into(), source })?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
     let mut trace: Vec<Arrival> = lines
         .map(|(i, line)| {

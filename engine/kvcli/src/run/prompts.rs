@@ -9,6 +9,7 @@ use kvmodel::{Message, Role, TextCodec, Variable};
 
 use crate::args::PromptArgs;
 use crate::error::{Error, Result};
+use crate::text_file;
 
 /// The prompt and the prompts to answer first, read from options and files.
 #[derive(Debug)]
@@ -189,13 +190,12 @@ fn prompt(args: &PromptArgs) -> Result<String> {
 }
 
 fn text_of(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).map_err(|source| Error::Prompt { from: path.display().to_string(), source })
+    text_file::read(path).map_err(|source| Error::Prompt { from: path.display().to_string(), source })
 }
 
 /// Reads a document, which must not be empty.
 pub(crate) fn document(path: &Path) -> Result<String> {
-    let text =
-        std::fs::read_to_string(path).map_err(|source| Error::Document { path: path.to_owned(), source })?;
+    let text = text_file::read(path).map_err(|source| Error::Document { path: path.to_owned(), source })?;
     if text.trim().is_empty() {
         return Err(Error::EmptyDocument(path.to_owned()));
     }

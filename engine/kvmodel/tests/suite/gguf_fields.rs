@@ -138,9 +138,43 @@ fn fields_that_nobody_reads_are_named() {
     };
     assert_eq!(notes(&[]), "");
     assert_eq!(notes(&["general.note", "llama.vocab_size", "other.attention.scale"]), "");
-    for field in ["llama.attention.scale", "llama.logit_scale", "tokenizer.ggml.precompiled_charsmap"] {
+    for field in [
+        "llama.attention.scale",
+        "llama.logit_scale",
+        "tokenizer.ggml.precompiled_charsmap",
+        "llama.attn_logit_softcapping",
+        "llama.final_logit_softcapping",
+        "llama.rope.freq_base_swa",
+    ] {
         assert!(notes(&[field]).ends_with(&format!("not used: {field}")), "{field}");
     }
     let both = notes(&["llama.residual_scale", "llama.attention.causal"]);
     assert!(both.ends_with("llama.attention.causal, llama.residual_scale"), "{both}");
+}
+
+#[test]
+fn what_nobody_uses_is_named() {
+    let place = tempfile::tempdir().unwrap();
+    let notes = |tensors: &[&str], change: &dyn Fn(&mut crate::gguf::Draft)| {
+        let mut draft = converted("llama");
+        for name in tensors {
+            draft.tensors.push(((*name).to_owned(), vec![8], 0, vec![0; 32]));
+        }
+        change(&mut draft);
+        load(&draft.write(place.path())).unwrap().notes.join("; ")
+    };
+    for name in
+        ["blk.0.attn_output.bias", "output.bias", "blk.0.attn_q_norm.weight", "blk.1.attn_sinks.weight"]
+    {
+        let said = notes(&[name], &|_| ());
+        assert!(said.starts_with("these tensors of the files are not used: "), "{name}: {said}");
+    }
+    let many: Vec<String> = (0..6).map(|number| format!("other.{number}.weight")).collect();
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    assert!(notes(&many, &|_| ()).ends_with("other.3.weight and 2 more"), "{}", notes(&many, &|_| ()));
+    for field in ["eos_token_id", "eot_token_id", "eom_token_id"] {
+        let name = format!("tokenizer.ggml.{field}");
+        let said = notes(&[], &|draft| draft.set(&name, whole(99_999)));
+        assert!(said.contains(&format!("outside the vocabulary and are not used: {field} 99999")), "{said}");
+    }
 }
