@@ -66,7 +66,7 @@ impl<'a> IncrementalDecoder<'a> {
     /// Adds the answer's next token. Returns the text that has become final.
     ///
     /// # Errors
-    /// Returns [`Error::Tokenizer`] if the tokens cannot be decoded.
+    /// Returns [`Error::Tokenizer`](crate::Error::Tokenizer) if the tokens cannot be decoded.
     pub(super) fn push(&mut self, token: u32) -> Result<String> {
         let Some(token) = self.codec.shown(token) else { return Ok(String::new()) };
         let open = match self.reach {
@@ -102,7 +102,7 @@ impl<'a> IncrementalDecoder<'a> {
     /// Ends the answer. Returns the rest of its text.
     ///
     /// # Errors
-    /// Returns [`Error::Tokenizer`] if the tokens cannot be decoded.
+    /// Returns [`Error::Tokenizer`](crate::Error::Tokenizer) if the tokens cannot be decoded.
     pub(super) fn rest(&mut self) -> Result<String> {
         let text = self.pending_text()?;
         self.pending.clear();
