@@ -309,6 +309,15 @@ mod tests {
         let silent = TextCodec::from_bytes(WORDS.as_bytes(), Some(br#"{"chat_template":"a"}"#)).unwrap();
         let error = silent.conversation(&[Message::new(Role::Assistant, "b")]).unwrap_err().to_string();
         assert!(error.contains("does not write the text of the last message"), "{error}");
+        for template in [
+            "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}",
+            "{% for m in messages %}a {{ m.content }}{% endfor %} b {{ messages[-1].content }} c",
+        ] {
+            let config = json!({"chat_template": template}).to_string();
+            let twice = TextCodec::from_bytes(WORDS.as_bytes(), Some(config.as_bytes())).unwrap();
+            let error = twice.conversation(&[user.clone(), Message::new(Role::Assistant, "b")]).unwrap_err();
+            assert!(error.to_string().contains("more than once"), "{error}");
+        }
     }
 
     #[test]

@@ -138,6 +138,11 @@ impl ChatTemplate {
                         "it does not write the text of the last message, which the model must continue",
                     ));
                 };
+                if before.contains(CONTINUED.trim_end()) {
+                    return Err(self.failure(
+                        "it writes the text of the last message more than once, so that the model cannot continue it",
+                    ));
+                }
                 let whole = text[before.len()..].starts_with(CONTINUED);
                 Ok(if whole { before } else { before.trim_end() }.to_owned())
             }
