@@ -21,7 +21,7 @@ const RECORD: usize = 2 << 20;
 /// The longest time in which all records must be written.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What was found out about a disk.
+/// The findings about a disk.
 #[derive(Serialize)]
 struct DiskReport {
     /// The way of I/O that is used.

@@ -23,7 +23,7 @@ use crate::{backend, load};
 /// The longest time in which the disk must take in what was computed.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What was computed.
+/// The result of a run.
 #[derive(Debug, Default, Serialize)]
 struct WarmReport {
     documents: usize,

@@ -10,7 +10,7 @@ use crate::args::WayArgs;
 use crate::decoys;
 use crate::error::Result;
 
-/// How documents are reused.
+/// The settings for the reuse of documents.
 pub(crate) struct ChosenWay {
     pub(crate) reuse: Reuse,
     /// The decoys for modes that have some, as tokens.

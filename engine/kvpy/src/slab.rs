@@ -177,8 +177,8 @@ impl PySlab {
     }
 
     /// Fills rows from the disk. Returns for each row `None`, or the reason why it was not filled: `absent`,
-    /// `differs`, `damaged`, `late`, or `failed` with the system's error. The call gives up if a row takes longer than `deadline` seconds. The disk goes on with memory of its own, so
-    /// the rows may be used again when the call returns.
+    /// `differs`, `damaged`, `late`, or `failed` with the system's error. The call gives up if a row takes longer than
+    /// `deadline` seconds. The disk goes on with memory of its own, so the rows may be used again when the call returns.
     #[pyo3(signature = (names, rows, at, *, deadline))]
     fn load(
         &self,

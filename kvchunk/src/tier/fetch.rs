@@ -1,6 +1,6 @@
 //! Loads what a prompt misses, while the prompt waits for its turn.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -66,17 +66,14 @@ enum Part {
 impl TierLink {
     /// Starts to load records, given in the order in which the prompt needs them.
     pub(super) fn begin(&self, wanted: Vec<Wanted>) -> BeganFetch {
-        let mut records = HashMap::new();
-        let mut listed = Vec::new();
+        let (mut seen, mut listed, mut absent) = (HashSet::new(), Vec::new(), Vec::new());
         let (mut bytes, mut cost) = (0, Some(Duration::ZERO));
         for Wanted { id, text } in wanted {
-            if records.contains_key(&id.key)
-                || listed.iter().any(|(known, _): &(RecordId, _)| known.key == id.key)
-            {
+            if !seen.insert(id.key) {
                 continue;
             }
             let Some(listing) = self.slab.peek(&id.key) else {
-                records.insert(id.key, Part::Missed((&self.slab.why_absent(&id, text)).into()));
+                absent.push((id, text));
                 continue;
             };
             let takes = self.cost_of(&id, listing.note);
@@ -84,27 +81,34 @@ impl TierLink {
             cost = cost.zip(takes).map(|(sum, takes)| sum + takes);
             listed.push((id, takes.unwrap_or_default()));
         }
-        let mut fetch = TierFetch {
-            records: Mutex::default(),
-            since: Instant::now(),
-            rule: self.rule,
-            cost,
-            staged: None,
-            waits: Arc::clone(&self.waits),
-        };
+        let mut records = HashMap::new();
         if !listed.is_empty() && self.is_slower(bytes, cost) {
             self.slab.count_skipped(listed.len());
             records.extend(listed.drain(..).map(|(id, _)| (id.key, Part::Missed(MissReason::Slower))));
         }
-        if listed.is_empty() {
-            return BeganFetch::Nothing(TierFetch { records: Mutex::new(records), ..fetch });
+        let mut staged = None;
+        if !listed.is_empty() {
+            let keys = listed.iter().map(|(id, _)| id.key).collect();
+            staged = self.staging.take(keys, bytes);
+            if staged.is_none() {
+                return BeganFetch::Later;
+            }
         }
-        let keys = listed.iter().map(|(id, _)| id.key).collect();
-        let Some(staged) = self.staging.take(keys, bytes) else { return BeganFetch::Later };
+        // Misses are counted once, when the attempt is not repeated.
+        let missed =
+            |(id, text): (RecordId, _)| (id.key, Part::Missed((&self.slab.why_absent(&id, text)).into()));
+        records.extend(absent.into_iter().map(missed));
         let load = |(id, takes): (RecordId, _)| (id.key, Part::Loading(self.slab.begin_load(&id), takes));
         records.extend(listed.into_iter().map(load));
-        (fetch.records, fetch.staged) = (Mutex::new(records), Some(staged));
-        BeganFetch::Loading(fetch)
+        let began = if staged.is_some() { BeganFetch::Loading } else { BeganFetch::Nothing };
+        began(TierFetch {
+            records: Mutex::new(records),
+            since: Instant::now(),
+            rule: self.rule,
+            cost,
+            staged,
+            waits: Arc::clone(&self.waits),
+        })
     }
 
     /// Returns the time to compute a record: as measured in this process, or else when the record was computed.
@@ -161,13 +165,6 @@ impl TierFetch {
         }
     }
 
-    /// Waits until the fetch [is over](Self::is_over).
-    pub fn wait(&self) {
-        while !self.is_over() {
-            self.wait_for(Duration::from_millis(1));
-        }
-    }
-
     /// Ends the fetch of a prompt that has been looked up, and records how long that took.
     pub fn finish(self) {
         if self.staged.is_some() {
@@ -180,7 +177,8 @@ impl TierFetch {
         let mut records = self.records.lock();
         let part = records.get_mut(key)?;
         let Part::Loading(..) = part else { return None };
-        let Part::Loading(loading, _) = std::mem::replace(part, Part::Missed(MissReason::Evicted)) else {
+        // A record that is taken and is computed all the same could not be written to its blocks.
+        let Part::Loading(loading, _) = std::mem::replace(part, Part::Missed(MissReason::Failed)) else {
             return None;
         };
         match loading.end() {

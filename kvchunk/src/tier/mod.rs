@@ -34,7 +34,7 @@ pub use missed::MissReason;
 pub(crate) use save::TierSaving;
 use staging::Staging;
 
-/// The bytes that may be loaded and not yet used, unless a caller sets another limit.
+/// The largest number of bytes that all requests together may have loaded and not yet used.
 const STAGED_BYTES: usize = 1 << 30;
 
 /// The longest time that a request waits for records whose computation was not measured.
@@ -81,12 +81,6 @@ impl TierLink {
             skips,
             waits: Arc::default(),
         }
-    }
-
-    /// Returns the link with another limit on the bytes that are loaded and not yet used.
-    #[must_use]
-    pub fn with_staging(self, bytes: usize) -> Self {
-        Self { staging: Staging::new(bytes), ..self }
     }
 
     /// Returns what the disk contains, what it has done, and how long prompts have waited for it.

@@ -178,7 +178,7 @@ impl Shared {
         // The kernel can stop in the middle, as when it is out of memory. What is left is submitted together with
         // later entries, so that a caller is not held up beyond its deadline.
         for _ in 0..TRIES {
-            // SAFETY: as above.
+            // SAFETY: the caller holds `submitting`, so no other queue exists.
             if unsafe { self.ring.submission_shared().is_empty() } {
                 return;
             }

@@ -19,7 +19,7 @@ use crate::runner::Runner;
 /// The number of requests per step whose loads are tried again, because others load the same records.
 const TRIES: usize = 8;
 
-/// What a request loads from a disk.
+/// The state of a request's loads from a disk.
 #[derive(Debug, Default)]
 pub(super) enum DiskFetch {
     /// Not begun, or to be tried again.

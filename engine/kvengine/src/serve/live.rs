@@ -38,7 +38,7 @@ pub(super) struct LiveRequest {
     /// The number of blocks that were available in the main pool when the request was last refused for lack
     /// of room.
     pub(super) refused: Option<usize>,
-    /// What the request loads from a disk before it is admitted.
+    /// The loads from a disk that the request waits for before it is admitted.
     pub(super) fetch: DiskFetch,
 }
 

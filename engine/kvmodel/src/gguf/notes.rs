@@ -1,4 +1,4 @@
-//! What a file says and this crate does not use.
+//! Fields of a file that this crate does not use.
 
 use super::fields::Header;
 

@@ -1,4 +1,4 @@
-//! How byte-pair tokenizers split text before they merge, by the names that GGUF files give (the field
+//! Rules by which byte-pair tokenizers split text before they merge, by the names that GGUF files give (the field
 //! `tokenizer.ggml.pre`).
 
 use serde_json::{Value, json};
@@ -16,7 +16,7 @@ struct Splitting {
     begins: bool,
 }
 
-/// What a `tokenizer.json` says about splitting.
+/// The parts of a `tokenizer.json` that concern splitting.
 pub(super) struct SplitText {
     pub(super) pre_tokenizer: Value,
     pub(super) normalizer: Value,
