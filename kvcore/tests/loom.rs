@@ -156,3 +156,19 @@ fn a_known_block_that_goes_and_comes_back_is_joined() {
         },
     );
 }
+
+#[test]
+fn a_block_waits_for_blocks_of_another_shard_that_leave_or_are_found() {
+    // A chain of two blocks, each in its own shard: the first one is selected first.
+    both(
+        2,
+        2,
+        |pool| {
+            let chain = KeyScope::new("m", b"").root().chain(&[1, 2], 1);
+            let second = pool.allocate(2).unwrap().register(None, &chain).unwrap().split_off(1).unwrap();
+            drop(second);
+        },
+        |pool| drop(pool.allocate(1)),
+        |pool| drop((pool.lookup_chain(&KeyScope::new("m", b"").root().chain(&[1, 2], 1)), pool.allocate(1))),
+    );
+}

@@ -15,8 +15,10 @@ use kvcore::{
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
+use pool_ops::{Op, op};
 use watched::{Faults, Watched};
 
+mod pool_ops;
 mod watched;
 
 const BLOCKS: u32 = 13;
@@ -24,67 +26,6 @@ const FIRST: u32 = 10;
 const KEYS: u32 = 9;
 const TTL: u64 = 50;
 const WATERMARK: usize = 2;
-
-#[derive(Debug, Clone)]
-enum Op {
-    Allocate(usize),
-    Admit(usize),
-    AllocateMore(usize, usize),
-    Split(usize, usize),
-    Register(usize, u32),
-    RegisterAfter(usize, u32),
-    RegisterWrong(usize),
-    Share(usize),
-    AdmitPrefix(u32, usize, usize, usize),
-    AppendShared(usize, usize),
-    SplitShared(usize, usize),
-    Reclaim(usize),
-    RegisterShared(usize, u32),
-    Lookup(u32, usize),
-    Clone(usize),
-    Truncate(usize, usize),
-    Pin(usize),
-    SharePinned(usize),
-    Retain(usize, u8),
-    DropMutable(usize),
-    DropShared(usize),
-    DropPinned(usize),
-    ClearCached,
-    Wait(u64),
-    Expire,
-}
-
-fn op() -> impl Strategy<Value = Op> {
-    let i = 0..5usize;
-    let n = 0..5usize;
-    prop_oneof![
-        4 => n.clone().prop_map(Op::Allocate),
-        1 => n.clone().prop_map(Op::Admit),
-        1 => (i.clone(), n.clone()).prop_map(|(i, n)| Op::AllocateMore(i, n)),
-        1 => (i.clone(), n.clone()).prop_map(|(i, n)| Op::Split(i, n)),
-        4 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::Register(i, k)),
-        2 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::RegisterAfter(i, k)),
-        1 => i.clone().prop_map(Op::RegisterWrong),
-        1 => i.clone().prop_map(Op::Share),
-        3 => (0..KEYS, n.clone(), 0..7usize, 0..9usize).prop_map(|(k, n, b, r)| Op::AdmitPrefix(k, n, b, r)),
-        1 => (i.clone(), i.clone()).prop_map(|(a, b)| Op::AppendShared(a, b)),
-        1 => (i.clone(), n.clone()).prop_map(|(i, n)| Op::SplitShared(i, n)),
-        1 => i.clone().prop_map(Op::Reclaim),
-        1 => (i.clone(), 0..KEYS).prop_map(|(i, k)| Op::RegisterShared(i, k)),
-        4 => (0..KEYS, n.clone()).prop_map(|(k, n)| Op::Lookup(k, n)),
-        2 => i.clone().prop_map(Op::Clone),
-        1 => (i.clone(), n).prop_map(|(i, n)| Op::Truncate(i, n)),
-        1 => i.clone().prop_map(Op::Pin),
-        1 => i.clone().prop_map(Op::SharePinned),
-        1 => (i.clone(), 0..110u8).prop_map(|(i, p)| Op::Retain(i, p)),
-        1 => i.clone().prop_map(Op::DropMutable),
-        5 => i.clone().prop_map(Op::DropShared),
-        1 => i.prop_map(Op::DropPinned),
-        1 => Just(Op::ClearCached),
-        1 => (0..TTL).prop_map(Op::Wait),
-        1 => Just(Op::Expire),
-    ]
-}
 
 /// The settings of a pool under test.
 #[derive(Debug, Clone, Copy)]
@@ -112,6 +53,8 @@ struct World {
     /// Keys by block, in the order of registration.
     keys: BTreeMap<u64, (u32, BlockKey)>,
     stamp: u64,
+    /// The block that each registered block follows.
+    before: HashMap<u32, u32>,
     /// The time at which the last holder of each cached block was dropped.
     released: HashMap<u32, u64>,
     now: u64,
@@ -168,6 +111,7 @@ impl World {
             pinned: Vec::new(),
             keys: BTreeMap::new(),
             stamp: 0,
+            before: HashMap::new(),
             released: HashMap::new(),
             now: 0,
             lru: Vec::new(),
@@ -193,7 +137,12 @@ impl World {
 
     fn forget(&mut self, block: u32) {
         self.keys.retain(|_, (b, _)| *b != block);
+        self.before.remove(&block);
         self.released.remove(&block);
+    }
+
+    fn is_followed(&self, block: u32) -> bool {
+        self.before.values().any(|&before| before == block)
     }
 
     /// Returns the block that a lookup of a key finds, which is the block that was registered first.
@@ -211,16 +160,15 @@ impl World {
     /// Checks the blocks that an allocation returned, and removes evicted blocks from the model.
     fn taken(&mut self, before: &[u32], blocks: &[BlockId]) {
         let exact = self.setup.policy == PolicyKind::Lru && self.setup.shards == 1;
-        let mut evicted = Vec::new();
         for id in ids(blocks) {
             assert!((FIRST..FIRST + BLOCKS).contains(&id) && !before.contains(&id), "block {id} was in use");
             if self.key_of(id).is_some() {
-                evicted.push(id);
+                let first = self.lru.iter().find(|&&block| !self.is_followed(block)).copied();
+                assert!(!self.is_followed(id) || first.is_none(), "{id} leaves before its followers");
+                assert!(!exact || first.is_none_or(|first| first == id), "{id} leaves instead of {first:?}");
+                self.lru.retain(|&block| block != id);
                 self.forget(id);
             }
-        }
-        if exact {
-            assert_eq!(evicted, self.lru[..evicted.len()], "least recently released first");
         }
     }
 
@@ -231,7 +179,8 @@ impl World {
 
     /// Checks the blocks that a registration returned. `held` contains the blocks that the current guard held
     /// before. During the call, that guard must not be among the model's guards.
-    fn registered(&mut self, held: &[u32], own: &[u32], got: &[u32], keys: &[BlockKey]) {
+    fn registered(&mut self, held: &[u32], own: &[u32], got: &[u32], parent: Option<u32>, keys: &[BlockKey]) {
+        let mut before = parent;
         for ((&own, &got), key) in own.iter().zip(got).zip(keys) {
             let known = self.find(key).filter(|&b| held.contains(&b) || !self.expired(b));
             match known {
@@ -245,8 +194,10 @@ impl World {
                     }
                     self.keys.insert(self.stamp, (own, *key));
                     self.stamp += 1;
+                    self.before.extend(before.map(|before| (own, before)));
                 }
             }
+            before = Some(got);
         }
     }
 
@@ -281,15 +232,16 @@ impl World {
                 if let Some(guard) = take(&mut self.mutable, i) {
                     let (own, keys) = (ids(guard.ids()), keys(k, guard.len()));
                     let shared = guard.register(None, &keys).unwrap();
-                    self.registered(&[], &own, &ids(shared.ids()), &keys);
+                    self.registered(&[], &own, &ids(shared.ids()), None, &keys);
                     self.shared.push(shared);
                 }
             }
             Op::RegisterAfter(i, k) => {
                 if let Some(guard) = take(&mut self.mutable, i) {
                     let (own, keys) = (ids(guard.ids()), keys(k, guard.len()));
+                    let parent = self.find(&key(k));
                     let shared = guard.register(Some(key(k)), &keys).unwrap();
-                    self.registered(&[], &own, &ids(shared.ids()), &keys);
+                    self.registered(&[], &own, &ids(shared.ids()), parent, &keys);
                     self.shared.push(shared);
                 }
             }
@@ -349,7 +301,13 @@ impl World {
                         return;
                     }
                     let got = ids(guard.ids());
-                    self.registered(&own, &own[unkeyed..unkeyed + n], &got[unkeyed..unkeyed + n], &keys);
+                    self.registered(
+                        &own,
+                        &own[unkeyed..unkeyed + n],
+                        &got[unkeyed..unkeyed + n],
+                        None,
+                        &keys,
+                    );
                     self.shared.push(guard);
                 }
             }

@@ -88,7 +88,9 @@ struct Replay {
 impl Replay {
     fn new(trace: &Value) -> Self {
         let events = Arc::new(EventQueue::new(1000));
-        let config = PoolConfig::default().shards(1).duplicates(Duplicates::Keep).events(events.clone());
+        // vLLM evicts blocks before the ones that follow them.
+        let config = PoolConfig::default().shards(1).chains(false).duplicates(Duplicates::Keep);
+        let config = config.events(events.clone());
         // Block 0 is vLLM's null block, which is never allocated.
         let pool = BlockPool::with_config(1..number(&trace["num_blocks"]) as u32, config).unwrap();
         Self {

@@ -32,7 +32,6 @@
 //! | `blocks` | [`BlockManager`]: blocks that are allocated and freed by ID |
 //! | `sequences` | [`PagedSequences`]: sequences with IDs, written layer by layer |
 //! | `requests` | [`StorageManager`]: blocks that are reserved by request |
-//! | `chains` | [`ChainLinks`]: an order of eviction in which chains of blocks leave from their ends |
 //! | `metrics` | [`PoolMetrics`]: the state of a pool, the latencies of its manager, and goals for both |
 //! | `state` | [`BlockState`]: the states of a block, with the names that operators know |
 //! | `tier` | [`TierThresholds`]: thresholds for offloading and prefetching blocks |
@@ -43,7 +42,6 @@
 #![forbid(unsafe_code)]
 
 mod blocks;
-mod chains;
 mod error;
 mod metrics;
 mod ranks;
@@ -54,7 +52,6 @@ mod state;
 mod tier;
 
 pub use blocks::BlockManager;
-pub use chains::ChainLinks;
 pub use error::{Error, Result};
 pub use metrics::PoolMetrics;
 pub use ranks::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};

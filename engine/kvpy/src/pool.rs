@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::{BlockId, BlockKey, EventQueue, KvEvent, PolicyKind, PoolConfig};
-use kvmanager::ChainLinks;
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -20,19 +19,18 @@ use crate::tensor::Integers;
 #[pyclass(frozen, name = "BlockPool", module = "kvcache")]
 pub(crate) struct PyBlockPool {
     pub(crate) pool: kvcore::BlockPool,
-    pub(crate) links: Option<ChainLinks>,
     events: Option<Arc<EventQueue>>,
 }
 
 impl From<kvcore::BlockPool> for PyBlockPool {
     fn from(pool: kvcore::BlockPool) -> Self {
-        Self { pool, links: None, events: None }
+        Self { pool, events: None }
     }
 }
 
 /// Blocks that one owner fills. They become free when this object is released or dropped.
 #[pyclass(frozen, name = "MutableBlocks", module = "kvcache")]
-pub(crate) struct PyMutableBlocks(Mutex<Option<kvcore::MutableBlocks>>, Option<ChainLinks>);
+pub(crate) struct PyMutableBlocks(Mutex<Option<kvcore::MutableBlocks>>);
 
 /// A hold on filled blocks, which any number of holders may read. After the last hold ends, a block with a
 /// key stays cached, and a block without a key becomes free.
@@ -57,11 +55,11 @@ pub(crate) fn numbers(ids: &[BlockId]) -> Vec<u32> {
 impl PyBlockPool {
     /// Creates a pool of blocks `start` to `start + num_blocks - 1`. `policy` determines which cached blocks
     /// are evicted first: `"lru"`, `"s3-fifo"`, `"tiny-lfu"` or `"priority"`. A cached block expires after
-    /// `ttl` seconds, or never if `ttl` is `None`. With `chains`, a block is evicted only after all cached blocks
+    /// `ttl` seconds, or never if `ttl` is `None`. With `chains`, a block is evicted only after the cached blocks
     /// that were registered as following it. With `events`, the pool keeps up to this number of events for
     /// `take_events`.
     #[new]
-    #[pyo3(signature = (num_blocks, *, start = 0, policy = "lru", ttl = None, chains = false, events = 0))]
+    #[pyo3(signature = (num_blocks, *, start = 0, policy = "lru", ttl = None, chains = true, events = 0))]
     fn new(
         num_blocks: u32,
         start: u32,
@@ -71,27 +69,18 @@ impl PyBlockPool {
         events: usize,
     ) -> PyResult<Self> {
         let policy: PolicyKind = named("policy", policy)?;
-        let links = chains.then(ChainLinks::default);
         let events = (events > 0).then(|| Arc::new(EventQueue::new(events)));
-        let config = PoolConfig::default();
-        let mut config = match &links {
-            Some(links) => config.shards(1).custom_policy(links.policy(policy)),
-            None => config.policy(policy),
-        };
+        let mut config = PoolConfig::default().policy(policy).chains(chains);
         if let Some(events) = &events {
             config = config.events(events.clone());
         }
         if let Some(ttl) = ttl {
-            if chains {
-                let reason = "a pool of chains has no ttl, because its blocks would expire in any order";
-                return Err(PyValueError::new_err(reason));
-            }
             let ttl = Duration::try_from_secs_f64(ttl);
             config = config.ttl(ttl.map_err(|error| PyValueError::new_err(format!("ttl: {error}")))?);
         }
         let end = start.checked_add(num_blocks).ok_or(kvcore::Error::Overflow { what: "the last block" });
         let pool = kvcore::BlockPool::with_config(start..end.map_err(CallError::from)?, config);
-        Ok(Self { pool: pool.map_err(CallError::from)?, links, events })
+        Ok(Self { pool: pool.map_err(CallError::from)?, events })
     }
 
     /// Returns the events since the last call, oldest first: `("stored", key)`, `("removed", key)` or
@@ -116,7 +105,7 @@ impl PyBlockPool {
     /// Allocates `n` blocks to fill, or none. Evicts cached blocks if necessary.
     fn allocate(&self, n: usize) -> PyResult<PyMutableBlocks> {
         let blocks = self.pool.allocate(n).map_err(CallError::from)?;
-        Ok(PyMutableBlocks(Mutex::new(Some(blocks)), self.links.clone()))
+        Ok(PyMutableBlocks::new(blocks))
     }
 
     /// Acquires the blocks for the longest prefix of `keys` whose blocks are all in the pool.
@@ -159,7 +148,7 @@ impl PyBlockPool {
 
 impl PyMutableBlocks {
     pub(crate) fn new(blocks: kvcore::MutableBlocks) -> Self {
-        Self(Mutex::new(Some(blocks)), None)
+        Self(Mutex::new(Some(blocks)))
     }
 }
 
@@ -186,12 +175,7 @@ impl PyMutableBlocks {
         let blocks = own.take().ok_or_else(over)?;
         let (parent, keys) = (parent.map(BlockKey::from_bytes), keys_of(keys));
         match blocks.register(parent, &keys) {
-            Ok(shared) => {
-                if let Some(links) = &self.1 {
-                    links.link(parent, &keys);
-                }
-                Ok(PySharedBlocks(Mutex::new(Some(shared))))
-            }
+            Ok(shared) => Ok(PySharedBlocks(Mutex::new(Some(shared)))),
             Err(rejected) => {
                 *own = Some(rejected.blocks);
                 Err(CallError::from(rejected.error).into())

@@ -1,7 +1,6 @@
 //! Block tables of sequences, and the slots of their tokens.
 
 use kvcore::{BlockId, SlotMapping, WritePairs};
-use kvmanager::ChainLinks;
 use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -14,7 +13,7 @@ use crate::tensor::Integers;
 /// A sequence's blocks in order: first shared blocks, then blocks that the sequence fills itself. All
 /// blocks are released when the table is released or dropped.
 #[pyclass(frozen, name = "BlockTable", module = "kvcache")]
-pub(crate) struct PyBlockTable(Mutex<Option<kvcore::BlockTable>>, Option<ChainLinks>);
+pub(crate) struct PyBlockTable(Mutex<Option<kvcore::BlockTable>>);
 
 /// Slots that may be written: a slot mapping with a permit from the owner of the blocks. Once a block is
 /// shared or no longer belongs to this owner, writes to its slots are rejected.
@@ -92,7 +91,7 @@ impl PyBlockTable {
             Some(prefix) => kvcore::BlockTable::with_prefix(prefix.take()?, block_size),
             None => kvcore::BlockTable::new(&pool.pool, block_size),
         };
-        Ok(Self(Mutex::new(Some(table.map_err(CallError::from)?)), pool.links.clone()))
+        Ok(Self(Mutex::new(Some(table.map_err(CallError::from)?))))
     }
 
     /// Reserves slots for `tokens` more tokens, and returns them.
@@ -130,7 +129,7 @@ impl PyBlockTable {
     /// Creates a second table over the same tokens. Both tables share all blocks. The first table that is
     /// written to must copy the last block.
     fn fork(&self) -> PyResult<Self> {
-        self.with(kvcore::BlockTable::fork).map(|table| Self(Mutex::new(Some(table)), self.1.clone()))
+        self.with(kvcore::BlockTable::fork).map(|table| Self(Mutex::new(Some(table))))
     }
 
     /// If the last block is partially filled and shared, replaces it with a new block that belongs only to
@@ -150,11 +149,7 @@ impl PyBlockTable {
     #[pyo3(signature = (keys, parent = None))]
     fn share_full(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<()> {
         let (parent, keys) = (parent.map(kvcore::BlockKey::from_bytes), keys_of(keys));
-        self.with(|table| table.share_full(parent, &keys))?;
-        if let Some(links) = &self.1 {
-            links.link(parent, &keys);
-        }
-        Ok(())
+        self.with(|table| table.share_full(parent, &keys))
     }
 
     /// Releases all blocks now.

@@ -104,23 +104,21 @@ def test_a_prompt_larger_than_the_tier_keeps_its_beginning(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_pool_of_chains_evicts_from_their_ends(policy: str) -> None:
-    pool = BlockPool(8, policy=policy, chains=True)
+def test_a_pool_evicts_chains_from_their_ends(policy: str) -> None:
+    pool = BlockPool(8, policy=policy)
     keys = [bytes([n]) * 32 for n in range(8)]
     for number, key in enumerate(keys):
         pool.allocate(1).register([key], keys[number - 1] if number else None).release()
     held = pool.allocate(3)
     assert pool.cached_prefix(keys) == 5
     held.release()
-    with pytest.raises(ValueError, match="no ttl"):
-        BlockPool(8, ttl=1.0, chains=True)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tables_over_a_pool_of_chains_leave_no_block_that_is_not_found(policy: str) -> None:
+def test_tables_leave_no_block_that_is_not_found(policy: str) -> None:
     """Tables find the beginning of a prompt, share the rest block by block, and are released in any order."""
     draw = random.Random(11)
-    pool = BlockPool(24, policy=policy, chains=True)
+    pool = BlockPool(24, policy=policy)
     prompts = [prefix_keys(bytes(32), [*range(4 * (2 + n)), *range(100 * n, 100 * n + 40)], 4)[:12] for n in range(1, 7)]
     held: list[BlockTable] = []
     for number in range(600):

@@ -1,8 +1,6 @@
 //! Tests the managers on the CPU backend.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod chain_order;
-mod chains;
 #[path = "../../../kvbackend-cpu/tests/caches/common.rs"]
 mod common;
 mod manager;

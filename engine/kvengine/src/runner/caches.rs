@@ -136,8 +136,9 @@ impl Caches {
         };
         let chunk_sleep = config.chunk_sleep.map(place).transpose()?;
         let watermark = config.scheduling.watermark.min(for_main.len() - 1);
-        let mut settings =
-            paged.pool().policy(config.cache_policy).watermark(watermark).clock(Arc::clone(clock));
+        let settings =
+            paged.pool().policy(config.cache_policy).chains(model.config().widest_window().is_none());
+        let mut settings = settings.watermark(watermark).clock(Arc::clone(clock));
         if let Some(ttl) = config.cache_ttl {
             settings = settings.ttl(ttl);
         }

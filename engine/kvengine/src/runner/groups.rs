@@ -60,8 +60,9 @@ pub(super) fn grouped(
         let layout = Arc::new(KvLayout::new(KvShape { num_blocks, ..shape })?);
         let arena = KvArena::allocate(backend, MemoryKind::Device, layout)?;
         let watermark = config.scheduling.watermark.min(num_blocks - 1);
-        let settings =
-            PoolConfig::default().policy(config.cache_policy).watermark(watermark).clock(Arc::clone(clock));
+        let settings = PoolConfig::default().policy(config.cache_policy);
+        let settings = settings.chains(!matches!(kind, GroupKind::SlidingWindow { .. }));
+        let settings = settings.watermark(watermark).clock(Arc::clone(clock));
         let settings = config.cache_ttl.map_or(settings.clone(), |ttl| settings.ttl(ttl));
         let pool = BlockPool::with_config(0..num_blocks as u32, settings)?;
         Ok((kind, PagedKvCache::new(arena, pool)?))

@@ -148,7 +148,7 @@ class BlockPool:
         start: int = 0,
         policy: Literal["lru", "tiny-lfu", "s3-fifo", "priority"] = "lru",
         ttl: float | None = None,
-        chains: bool = False,
+        chains: bool = True,
         events: int = 0,
     ) -> Self: ...
     def take_events(self) -> list[tuple[Literal["stored", "removed", "cleared", "lost"], bytes | None]]: ...

@@ -5,13 +5,22 @@ use super::index::Index;
 use super::rules::Rules;
 use super::shard::{BlockStage, Shard};
 
-/// Returns the number of blocks in a shard that have keys, or a description of the first inconsistency.
-pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize, String> {
+/// Returns the number of blocks in a shard that have keys, or a description of the first inconsistency. Counts the
+/// blocks that follow each block of the pool in `followers`.
+pub(super) fn shard(
+    shard: &Shard,
+    rules: &Rules,
+    index: &Index,
+    followers: &mut [u32],
+) -> Result<usize, String> {
     let mut seen = PoolCounts { total: shard.stage.len(), ..PoolCounts::default() };
     let mut keyed = 0;
     for (i, (&stage, meta)) in shard.stage.iter().zip(&shard.meta).enumerate() {
         let id = shard.id(i as u32);
         let claimed = meta.holders > 0 || meta.pins > 0;
+        if shard.waits(i as u32) && (claimed || stage != BlockStage::Registered) {
+            return Err(format!("block {id} is {stage:?}, and waits to be evicted"));
+        }
         match stage {
             BlockStage::Free => seen.free += 1,
             BlockStage::Mutable => seen.mutable += 1,
@@ -27,6 +36,9 @@ pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize
             }
             BlockStage::Registered => {
                 keyed += 1;
+                if let Some(count) = followers.get_mut(meta.before as usize) {
+                    *count += 1;
+                }
                 if !index.holds(&meta.key, id.0 - rules.first) {
                     return Err(format!("the index does not find block {id} under its key"));
                 }

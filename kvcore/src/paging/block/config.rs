@@ -55,6 +55,7 @@ pub struct PoolConfig {
     /// True if the policy is a built-in one.
     pub(super) trusted: bool,
     pub(super) shards: Option<usize>,
+    pub(super) chains: bool,
     pub(super) free_order: FreeOrder,
     pub(super) duplicates: Duplicates,
     pub(super) watermark: usize,
@@ -64,13 +65,14 @@ pub struct PoolConfig {
 }
 
 impl Default for PoolConfig {
-    /// Returns settings with LRU eviction, free blocks first, one block per key, and no watermark, expiry or
-    /// events.
+    /// Returns settings with LRU eviction, chains, free blocks first, one block per key, and no watermark,
+    /// expiry or events.
     fn default() -> Self {
         Self {
             policy: Arc::new(|blocks| PolicyKind::Lru.build(blocks)),
             trusted: true,
             shards: None,
+            chains: true,
             free_order: FreeOrder::default(),
             duplicates: Duplicates::default(),
             watermark: 0,
@@ -85,6 +87,7 @@ impl fmt::Debug for PoolConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PoolConfig")
             .field("shards", &self.shards)
+            .field("chains", &self.chains)
             .field("free_order", &self.free_order)
             .field("duplicates", &self.duplicates)
             .field("watermark", &self.watermark)
@@ -176,6 +179,33 @@ impl PoolConfig {
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);
+        self
+    }
+
+    /// Sets whether a block is evicted only after the cached blocks that were registered as following it, which
+    /// a lookup would no longer find. Otherwise the blocks are evicted in the order of the policy. This is
+    /// the default, because policies know nothing of chains. Turn it off for layers with a window, which do not
+    /// need the first blocks of a prompt.
+    ///
+    /// A block with a time to live expires by itself.
+    ///
+    /// ```
+    /// use kvcore::{BlockPool, KeyScope, PoolConfig};
+    /// let keys = KeyScope::new("m", b"w").root().chain(&[7; 3 * 16], 16);
+    /// for (chains, found) in [(true, 2), (false, 0)] {
+    ///     let pool = BlockPool::with_config(0..3, PoolConfig::default().chains(chains))?;
+    ///     for i in 0..3usize {
+    ///         // Each block is released before the next one, so the first one is the oldest.
+    ///         drop(pool.allocate(1)?.register(i.checked_sub(1).map(|i| keys[i]), &[keys[i]])?);
+    ///     }
+    ///     drop(pool.allocate(1)?);
+    ///     assert_eq!(pool.cached_prefix(&keys), found);
+    /// }
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    #[must_use]
+    pub fn chains(mut self, chains: bool) -> Self {
+        self.chains = chains;
         self
     }
 

@@ -323,6 +323,8 @@ impl SharedBlocks {
         let pool = &*handle.0;
         // Indices of keys that already have another block, and indices of blocks that already have a key.
         let (mut known, mut keyed): (SmallVec<[usize; 4]>, SmallVec<[usize; 4]>) = Default::default();
+        let parent_block = pool.block_of(parent);
+        let mut before = parent_block;
         let ids = &self.ids[start..][..keys.len()];
         let mut walk = pool.walk();
         let mut from = 0;
@@ -330,6 +332,7 @@ impl SharedBlocks {
             let (shard, block) = walk.shard(ids[from]);
             if shard.has_key(block) {
                 keyed.push(from);
+                before = ids[from].0 - pool.rules.first;
                 from += 1;
                 continue;
             }
@@ -338,16 +341,30 @@ impl SharedBlocks {
                 pool.shard_of(id) == pool.shard_of(ids[from]) && !shard.has_key(pool.local(id))
             });
             let run = from..from + 1 + more.count();
-            let mut entered: SmallVec<[bool; 64]> = SmallVec::from_elem(true, run.len());
             let index = |i: usize| ids[run.start + i].0 - pool.rules.first;
-            pool.index.enter(&keys[run.clone()], index, |i, _| entered[i] = false);
+            let mut entered: SmallVec<[u32; 64]> = (0..run.len()).map(index).collect();
+            pool.index.enter(&keys[run.clone()], index, |i, known| entered[i] = known);
             for (i, entered) in run.clone().zip(entered) {
-                if entered { shard.set_key(pool.local(ids[i]), keys[i]) } else { known.push(i) }
+                if entered == ids[i].0 - pool.rules.first {
+                    shard.set_key(pool.local(ids[i]), keys[i], before);
+                } else {
+                    known.push(i);
+                }
+                before = entered;
             }
             from = run.end;
         }
         drop(walk);
-        known.retain(|i| !self.merge(start + *i, &keys[*i]));
+        known.retain(|&mut i| {
+            let before = i.checked_sub(1).map(|i| self.ids[start + i].0 - pool.rules.first);
+            let registered = self.merge(start + i, &keys[i], before.unwrap_or(parent_block));
+            if registered && i + 1 < keys.len() {
+                let (mut walk, next) = (pool.walk(), self.ids[start + i + 1]);
+                let (shard, block) = walk.shard(next);
+                shard.relink(block, self.ids[start + i].0 - pool.rules.first);
+            }
+            !registered
+        });
         if let Some(events) = &pool.rules.events {
             known.extend(keyed);
             known.sort_unstable();
@@ -366,8 +383,9 @@ impl SharedBlocks {
 
     /// Replaces the block at `place` with the block already known under `key`. If the known block is gone,
     /// registers the block at `place` instead and returns `true`. If the known block's key matches `key` only
-    /// in its first word, both blocks stay, and the block at `place` gets no key.
-    fn merge(&mut self, place: usize, key: &BlockKey) -> bool {
+    /// in its first word, both blocks stay, and the block at `place` gets no key. `before` is the index in the pool of
+    /// the block that it follows.
+    fn merge(&mut self, place: usize, key: &BlockKey, before: u32) -> bool {
         let (handle, own) = (self.pool.clone(), self.ids[place]);
         let (pool, moment) = (&*handle.0, handle.0.moment());
         loop {
@@ -377,7 +395,7 @@ impl SharedBlocks {
             let index = |_| own.0 - pool.rules.first;
             pool.index.enter(std::slice::from_ref(key), index, |_, known| other = Some(known));
             let Some(other) = other else {
-                shard.set_key(block, *key);
+                shard.set_key(block, *key, before);
                 return true;
             };
             let other = BlockId(other + pool.rules.first);

@@ -33,6 +33,7 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
+mod chains;
 mod check;
 mod clock;
 mod config;

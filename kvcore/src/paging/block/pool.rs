@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
+use super::chains::{Chains, NO_BLOCK};
 use super::clock::{Clock, millis};
 use super::event::KvEvent;
 use super::event::Outbox;
@@ -50,6 +51,7 @@ pub(super) struct SharedPool {
     shift: u32,
     shards: Box<[ShardCell]>,
     pub(super) index: Index,
+    chains: Arc<Chains>,
     pub(super) rules: Rules,
     watermark: usize,
 }
@@ -138,10 +140,11 @@ impl BlockPool {
             clock: timed.then(|| config.clock_or_system()),
             events: config.events.map(Outbox::new),
         };
+        let chains = Arc::new(Chains::new(blocks, size.trailing_zeros(), config.chains));
         let cell = |start: usize| {
             let blocks = size.min(blocks - start);
             let policy = ((config.policy)(blocks), config.trusted);
-            let shard = Shard::new(range.start + start as u32, blocks, policy, &rules);
+            let shard = Shard::new(range.start + start as u32, blocks, policy, &rules, &chains);
             ShardCell {
                 shard: Mutex::new(shard),
                 free: AtomicUsize::new(blocks),
@@ -154,6 +157,7 @@ impl BlockPool {
         Ok(Self(Arc::new(SharedPool {
             shift: size.trailing_zeros(),
             index: Index::new(tables, blocks, config.duplicates == Duplicates::Keep),
+            chains,
             watermark: config.watermark,
             range,
             shards,
@@ -165,8 +169,8 @@ impl BlockPool {
     /// none.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. Nothing is allocated or
-    /// evicted in that case.
+    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. Nothing is allocated in
+    /// that case, and nothing is evicted unless other threads take the blocks at the same time.
     pub fn allocate(&self, n: usize) -> Result<MutableBlocks> {
         let mut blocks = MutableBlocks::none(self);
         self.take(&mut blocks.ids, n, 0)?;
@@ -263,11 +267,11 @@ impl BlockPool {
         }
         inner.count_lookup(keys, found.ids.len());
         let home = inner.home(missing);
-        SharedPool::take_from(&mut shards, home, &mut fresh.ids, missing, &moment);
+        SharedPool::take_from(&mut shards, home, &mut fresh.ids, missing, &moment, true);
         Ok((found, fresh))
     }
 
-    pub(super) fn take(&self, out: &mut Ids, n: usize, spare: usize) -> Result<()> {
+    pub(super) fn take(&self, out: &mut Ids, mut n: usize, spare: usize) -> Result<()> {
         if n == 0 {
             return Ok(());
         }
@@ -288,8 +292,11 @@ impl BlockPool {
             // Cached contents must not be evicted while other shards have free blocks. The slow path checks
             // for that.
             if shard.available() >= n && !elsewhere() {
-                SharedPool::take_from(&mut [shard], 0, out, n, &moment);
-                return Ok(());
+                n -= SharedPool::take_from(&mut [shard], 0, out, n, &moment, inner.shards.len() == 1);
+                if n == 0 {
+                    return Ok(());
+                }
+                // The shard's other blocks wait for blocks in other shards.
             }
         }
         let mut shards = inner.lock_all();
@@ -298,7 +305,7 @@ impl BlockPool {
         if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
             return Err(out_of_blocks(&shards, n));
         }
-        SharedPool::take_from(&mut shards, home, out, n, &moment);
+        SharedPool::take_from(&mut shards, home, out, n, &moment, true);
         Ok(())
     }
 
@@ -395,9 +402,12 @@ impl BlockPool {
     /// Recounts all states and looks up every key. Returns a description of the first inconsistency as `Err`.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         let shards = self.0.lock_all();
-        let mut keyed = 0;
+        let (mut keyed, mut followers) = (0, vec![0; self.0.range.len()]);
         for shard in &shards {
-            keyed += check::shard(shard, &self.0.rules, &self.0.index)?;
+            keyed += check::shard(shard, &self.0.rules, &self.0.index, &mut followers)?;
+        }
+        for (block, count) in followers.into_iter().enumerate() {
+            self.0.chains.check(block, count)?;
         }
         match self.0.index.len() {
             known if known == keyed => Ok(()),
@@ -481,21 +491,39 @@ impl SharedPool {
         (0..self.shards.len()).map(|shard| self.lock(shard)).collect()
     }
 
-    /// Allocates `n` blocks that are known to be available: first free blocks of all shards, then evicted
-    /// blocks.
-    fn take_from(shards: &mut [LockedShard<'_>], home: usize, out: &mut Ids, n: usize, moment: &Moment<'_>) {
+    /// Allocates up to `n` blocks, and returns their number: first free blocks of all shards, then evicted
+    /// blocks. Blocks that wait for others are taken only if `all` is true and nothing else is left.
+    fn take_from(
+        shards: &mut [LockedShard<'_>],
+        home: usize,
+        out: &mut Ids,
+        n: usize,
+        moment: &Moment<'_>,
+        all: bool,
+    ) -> usize {
         let count = shards.len();
         let mut left = n;
         for i in 0..count {
             left -= shards[(home + i) % count].take_free(left, out);
         }
         while left > 0 {
-            let share = left.div_ceil(count);
+            let (share, before) = (left.div_ceil(count), left);
             for i in 0..count {
                 let shard = &mut shards[(home + i) % count];
-                left -= shard.take_next(share.min(left), moment, out);
+                left -= shard.take_next(share.min(left), false, moment, out);
+            }
+            if left == before {
+                // Blocks that are held follow all others.
+                let order = (0..if all { count } else { 0 }).map(|i| (home + i) % count);
+                let taken: usize =
+                    order.map(|i| shards[i].take_next(1, true, moment, out)).find(|&n| n > 0).unwrap_or(0);
+                if taken == 0 {
+                    break;
+                }
+                left -= taken;
             }
         }
+        n - left
     }
 
     fn id(&self, index: u32) -> BlockId {
@@ -504,6 +532,12 @@ impl SharedPool {
 
     pub(super) fn shard_of(&self, id: BlockId) -> usize {
         ((id.0 - self.range.start) >> self.shift) as usize
+    }
+
+    /// Returns the index of the block that a lookup of `key` finds, or [`NO_BLOCK`].
+    pub(super) fn block_of(&self, key: Option<BlockKey>) -> u32 {
+        let found = key.map(|key| self.index.find_prefix(&[key]));
+        found.and_then(|found| found.first().copied()).unwrap_or(NO_BLOCK)
     }
 
     /// Returns the index of a block in its shard.

@@ -5,6 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use smallvec::SmallVec;
 
+use super::chains::{Chains, NO_BLOCK};
 use super::clock::millis;
 use super::event::KvEvent;
 use super::evict::{EvictionPolicy, Lru, PolicyEntry, Retention};
@@ -12,6 +13,7 @@ use super::rules::{Moment, Rules};
 use super::{FreeOrder, PoolCounts};
 use crate::base::BlockId;
 use crate::paging::BlockKey;
+use crate::paging::sync::Arc;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -32,9 +34,11 @@ pub(super) struct Meta {
     pub(super) key: BlockKey,
     pub(super) holders: u32,
     pub(super) pins: u32,
+    /// The index in the pool of the block that this one follows, valid only in stage `Registered`.
+    pub(super) before: u32,
 }
 
-const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins: 0 };
+const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins: 0, before: NO_BLOCK };
 
 /// A block's release time and retention. Only pools with a clock store these values.
 #[derive(Debug, Clone, Copy)]
@@ -72,6 +76,9 @@ impl BlockTimes {
 pub(super) struct Shard {
     /// ID of the shard's first block.
     first: u32,
+    /// Index of this block in the pool.
+    offset: u32,
+    chains: Arc<Chains>,
     pub(super) stage: Box<[BlockStage]>,
     pub(super) meta: Box<[Meta]>,
     times: Box<[BlockTimes]>,
@@ -79,8 +86,10 @@ pub(super) struct Shard {
     pub(super) free: Vec<u32>,
     /// Number of free blocks in the policy's order.
     queued_free: usize,
-    /// Number of blocks in the policy's order that have a key.
+    /// Number of blocks that have a key and can be evicted: those in the policy's order, and those that wait.
     evictable: usize,
+    /// Number of blocks that the policy has selected, and that wait for the blocks that follow them.
+    waiting: usize,
     policy: Box<dyn EvictionPolicy>,
     /// True for a built-in policy, whose calls need no guard against panics.
     trusted: bool,
@@ -96,17 +105,21 @@ impl Shard {
         blocks: usize,
         (policy, trusted): (Box<dyn EvictionPolicy>, bool),
         rules: &Rules,
+        chains: &Arc<Chains>,
     ) -> Self {
         let wants_hits = policy.wants_hits();
         let timed = if rules.clock.is_some() { blocks } else { 0 };
         let mut shard = Self {
             first,
+            offset: first - rules.first,
+            chains: Arc::clone(chains),
             stage: vec![BlockStage::Mutable; blocks].into(),
             meta: vec![FRESH; blocks].into(),
             times: vec![BlockTimes::NONE; timed].into(),
             free: Vec::new(),
             queued_free: 0,
             evictable: 0,
+            waiting: 0,
             policy,
             trusted,
             wants_hits,
@@ -162,17 +175,20 @@ impl Shard {
         n
     }
 
-    /// Allocates up to `n` blocks in the policy's order, and returns the number of allocated blocks.
+    /// Allocates up to `n` blocks in the policy's order, and returns the number of allocated blocks. Blocks that
+    /// wait for others are taken only if `forced` is true and nothing else is left.
     pub(super) fn take_next(
         &mut self,
         n: usize,
+        forced: bool,
         moment: &Moment<'_>,
         out: &mut impl Extend<BlockId>,
     ) -> usize {
         let mut taken = 0;
         let mut evicted: SmallVec<[(BlockKey, u32); 64]> = SmallVec::new();
         while taken < n
-            && let Some((block, keyed)) = self.next(moment.now)
+            && let Some((block, keyed)) =
+                self.next(moment.now).or_else(|| if forced { self.next_waiting() } else { None })
         {
             if keyed {
                 evicted.push(self.forgotten(block, moment.rules, true));
@@ -190,25 +206,58 @@ impl Shard {
     fn is_queued(&self, block: u32) -> bool {
         match (self.stage.get(block as usize), self.meta.get(block as usize)) {
             (Some(BlockStage::Free), _) => self.queued_free > 0,
-            (Some(BlockStage::Registered), Some(meta)) => meta.holders == 0 && meta.pins == 0,
+            (Some(BlockStage::Registered), Some(meta)) => {
+                meta.holders == 0 && meta.pins == 0 && !self.waits(block)
+            }
             _ => false,
         }
     }
 
-    /// Makes the next block of the policy's order mutable. Also returns whether the block had a key.
+    /// Returns whether the policy has selected the block, and the block waits for others.
+    pub(super) fn waits(&self, block: u32) -> bool {
+        self.chains.waits(self.offset + block)
+    }
+
+    /// Makes the next block mutable: one that no longer waits for others, or the next one of the policy's order that
+    /// nothing follows. Also returns whether the block had a key.
     fn next(&mut self, now: u64) -> Option<(u32, bool)> {
-        if self.queued_free + self.evictable == 0 {
-            return None;
+        if let Some(block) = self.chains.pop_due(self.offset) {
+            self.waiting -= 1;
+            return Some(self.open(block - self.offset));
         }
+        while self.queued_free + self.evictable > self.waiting {
+            let block = self.select(now)?;
+            if !self.has_key(block) || !self.chains.wait(self.offset + block) {
+                return Some(self.open(block));
+            }
+            self.waiting += 1;
+        }
+        None
+    }
+
+    /// Makes a block that waits for others mutable, like [`next`](Self::next).
+    fn next_waiting(&mut self) -> Option<(u32, bool)> {
+        let blocks = 0..if self.waiting > 0 { self.stage.len() as u32 } else { 0 };
+        let block = blocks.into_iter().find(|block| self.chains.resume(self.offset + block))?;
+        self.waiting -= 1;
+        Some(self.open(block))
+    }
+
+    /// Returns the next block of the policy's order, which is no longer in that order.
+    fn select(&mut self, now: u64) -> Option<u32> {
         let chosen = self.ask(|policy| policy.evict(now)).filter(|&block| self.is_queued(block));
-        let block = chosen.or_else(|| {
+        chosen.or_else(|| {
             self.replace_policy();
             self.policy.evict(now)
-        })?;
+        })
+    }
+
+    /// Makes a block that can be evicted mutable. Also returns whether the block had a key.
+    fn open(&mut self, block: u32) -> (u32, bool) {
         let keyed = self.has_key(block);
         *(if keyed { &mut self.evictable } else { &mut self.queued_free }) -= 1;
         self.stage[block as usize] = BlockStage::Mutable;
-        Some((block, keyed))
+        (block, keyed)
     }
 
     /// Calls the policy, once the state of the block in question is up to date. Replaces a policy that
@@ -238,10 +287,11 @@ impl Shard {
         let _ = catch_unwind(AssertUnwindSafe(|| drop(broken)));
     }
 
-    /// Returns the index entry to remove for a cached block. If `tell` is set, queues the removal event first,
+    /// Unlinks a cached block, and returns the index entry to remove. If `tell` is set, queues the removal event first,
     /// so that routers get it before the key can be stored again.
     fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
-        let key = self.meta[block as usize].key;
+        let Meta { key, before, .. } = self.meta[block as usize];
+        self.chains.unfollow(before);
         if let Some(events) = rules.events.as_ref().filter(|_| tell) {
             events.push(KvEvent::Removed { key, block: self.id(block) });
         }
@@ -306,10 +356,12 @@ impl Shard {
         self.has_key(block) && own.word() == key.word() && own != key
     }
 
-    /// Sets the key of a held block that has no key.
-    pub(super) fn set_key(&mut self, block: u32, key: BlockKey) {
+    /// Sets the key of a held block that has no key. The block follows the block with the index `before` in the pool.
+    pub(super) fn set_key(&mut self, block: u32, key: BlockKey, before: u32) {
         self.stage[block as usize] = BlockStage::Registered;
-        self.meta[block as usize].key = key;
+        let meta = &mut self.meta[block as usize];
+        (meta.key, meta.before) = (key, before);
+        self.chains.follow(before);
     }
 
     /// Adds a holder to a held or cached block.
@@ -319,9 +371,27 @@ impl Shard {
         if meta.holders == 1 {
             self.shared += 1;
             if meta.pins == 0 {
-                self.evictable -= 1;
-                self.ask(|policy| policy.remove(block));
+                self.keep(block);
             }
+        }
+    }
+
+    /// Makes a block follow another one. Does nothing if the block has no key.
+    pub(super) fn relink(&mut self, block: u32, before: u32) {
+        if self.has_key(block) {
+            let old = std::mem::replace(&mut self.meta[block as usize].before, before);
+            self.chains.follow(before);
+            self.chains.unfollow(old);
+        }
+    }
+
+    /// Removes a block from the blocks that can be evicted.
+    fn keep(&mut self, block: u32) {
+        self.evictable -= 1;
+        if self.chains.resume(self.offset + block) {
+            self.waiting -= 1;
+        } else {
+            self.ask(|policy| policy.remove(block));
         }
     }
 
@@ -356,9 +426,8 @@ impl Shard {
     }
 
     fn expire(&mut self, block: u32, moment: &Moment<'_>) {
-        self.evictable -= 1;
         self.stage[block as usize] = BlockStage::Mutable;
-        self.ask(|policy| policy.remove(block));
+        self.keep(block);
         moment.index.remove(&[self.forgotten(block, moment.rules, true)]);
         self.release(block, moment.rules, moment.now);
     }
@@ -433,11 +502,22 @@ impl Shard {
     /// after the blocks that are already free, in the order in which they would have been evicted.
     pub(super) fn clear_cached(&mut self, tell_each: bool, moment: &Moment<'_>) -> usize {
         let (mut order, mut cleared) = (Vec::new(), Vec::new());
-        while let Some((block, keyed)) = self.next(moment.now) {
+        let mut clear = |shard: &Self, (block, keyed)| {
             if keyed {
-                cleared.push(self.forgotten(block, moment.rules, tell_each));
+                cleared.push(shard.forgotten(block, moment.rules, tell_each));
             }
             order.push(block);
+        };
+        while let Some(next) = self.next(moment.now) {
+            clear(self, next);
+        }
+        // The blocks that other shards' blocks follow.
+        for block in 0..if self.waiting > 0 { self.stage.len() as u32 } else { 0 } {
+            if self.chains.resume(self.offset + block) {
+                self.waiting -= 1;
+                let next = self.open(block);
+                clear(self, next);
+            }
         }
         moment.index.remove(&cleared);
         let before = std::mem::take(&mut self.free);

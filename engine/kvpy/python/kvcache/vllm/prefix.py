@@ -65,7 +65,7 @@ class Prefixes:
     def __init__(self, shape: Geometry, settings: Settings, roots: Roots, host: Any, events: TierEvents | None) -> None:
         # Each step can store and evict every block once.
         kept_events = 4 * shape.prefix_blocks if events is not None else 0
-        self.pool = BlockPool(shape.prefix_blocks, policy=settings.cache_policy, chains=True, events=kept_events)
+        self.pool = BlockPool(shape.prefix_blocks, policy=settings.cache_policy, events=kept_events)
         self.events = events
         self.block_size = shape.engine_block_size
         self.roots, self.host = roots, host

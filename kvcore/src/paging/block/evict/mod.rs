@@ -91,6 +91,10 @@ impl Default for PolicyEntry<'_> {
 /// pool. `insert` and `remove` alternate for each index (an eviction counts as a removal), and every index is
 /// below the number of blocks that the policy was created for.
 ///
+/// The pool may keep a block that the policy evicts, because other blocks follow it
+/// ([`PoolConfig::chains`](super::PoolConfig::chains)), and then asks for another one. The policy no longer has such a
+/// block, and gets it back if the block is held and released again.
+///
 /// The pool checks every eviction. It replaces a policy by [`Lru`] if the policy panics, returns a block that
 /// it does not have, or returns `None` although it has blocks. No block gets two owners or is lost.
 ///
