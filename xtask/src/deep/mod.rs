@@ -55,8 +55,8 @@ const fn plain(name: &'static str, covers: &'static str, command: &'static str) 
 pub(crate) const SLICES: &[Slice] = &[
     plain(
         "assertions",
-        "the tests of each run but examples, with debug assertions and overflow checks; 200 killed processes",
-        "KVTIER_TEST_KILLS=200 cargo xtask test --assertions",
+        "the tests of each run but examples, with debug assertions and overflow checks; 200 killed processes, 1 GiB on a disk",
+        "KVTIER_TEST_KILLS=200 KVTIER_TEST_VOLUME=1024 cargo xtask test --assertions",
     ),
     Slice {
         name: "features",
