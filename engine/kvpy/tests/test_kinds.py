@@ -380,6 +380,13 @@ def test_a_tier_needs_no_rotary_embeddings() -> None:
     assert len(roots) == 4
 
 
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    config, caches = described((None, 20))
+    caches.kv_cache_groups.clear()
+    with pytest.raises(UnsupportedHostError, match="no layers with keys and values"):
+        geometry(config, caches, Settings())
+
+
 @pytest.mark.parametrize("change", [{"head_size": 64}, {"num_kv_heads": 2}, {"block_size": 16}, {"dtype": "torch.bfloat16"}])
 def test_groups_with_blocks_of_different_shapes_are_refused(change: dict[str, object]) -> None:
     config, caches = described((None, 20), {}, change)

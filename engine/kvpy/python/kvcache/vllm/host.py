@@ -135,6 +135,8 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
     """
     groups = tuple(map(_group_of, kv_cache_config.kv_cache_groups))
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not specs:
+        raise UnsupportedHostError("the model has no layers with keys and values; use a model with ordinary attention")
     shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, str(spec.dtype)) for spec in specs}
     if len(shapes) != 1:
         described = "; ".join(f"{size} tokens, {heads} heads of {dim}, {dtype}" for size, heads, dim, dtype in sorted(shapes))
