@@ -190,6 +190,7 @@ def ropes_of(config: Any, positions: int, layers: list[int] | None = None) -> Ro
         raise UnsupportedHostError(str(error)) from error
 
 
+# Decision: docs/decisions/vllm.md#the-tier-does-not-rotate-keys
 def ropes_for(vllm_config: VllmConfig, shape: Geometry, layers: list[int] | None = None) -> Ropes:
     """Returns the rotary embeddings of all layers, or of ``layers``. If they are unknown, returns stand-ins for copies that
     move no key."""

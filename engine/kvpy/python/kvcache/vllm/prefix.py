@@ -5,8 +5,9 @@
   vLLM finds fewer blocks of a prompt than the tier ──► the rest is copied in, in parallel with a step, as chunks are
 ```
 
-A block's key covers every token before it, the model, an adapter and the client's salt. Requests with chunks
-neither save nor find blocks here, because their attention, and so their bytes, differ.
+A block has the rows of all layers, also if vLLM keeps a table of blocks for each kind of layers. Its key covers every
+token before it, the model, an adapter and the client's salt. Requests with chunks neither save nor find blocks here,
+because their attention, and so their bytes, differ.
 
 A prompt is only found from its first block on. The pool therefore evicts the last block of a prompt first, a block
 is dropped if the block before it is gone, and whoever finds or adds to a prompt renews all of its blocks.
@@ -116,6 +117,7 @@ class Prefixes:
         rows = ((found, 0, len(found) * size), runs_of(writable(tables), size, first, count), 0)
         return Load(tracked.request.request_id, [rows], [], of_prefix=True)
 
+    # Decision: docs/decisions/vllm.md#a-block-in-the-tier-has-the-rows-of-all-layers
     def saves(self, tracked: Tracked, count: int) -> list[Saving]:
         """Returns the blocks that the tier lacks and that this step, which computes ``count`` tokens,
         fills.
