@@ -16,6 +16,7 @@ import itertools
 import os
 import random
 import sys
+from collections import Counter as Counts
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +47,15 @@ class Host:
     """vLLM with the connector, in this process."""
 
     def __init__(
-        self, path: str, *, host_memory: int, blocks: int = 256, ranks: int = 1, options: dict | None = None, **settings
+        self,
+        path: str,
+        *,
+        host_memory: int | str,
+        blocks: int = 256,
+        step_tokens: int = 256,
+        ranks: int = 1,
+        options: dict | None = None,
+        **settings,
     ) -> None:
         self.path = path
         self.llm = LLM(
@@ -56,7 +65,7 @@ class Host:
             enforce_eager=True,
             block_size=BLOCK,
             max_model_len=512,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=step_tokens,
             # Divergences need the whole distribution.
             max_logprobs=-1,
             num_gpu_blocks_override=blocks,
@@ -209,6 +218,15 @@ class Checks:
     @property
     def windowed(self) -> bool:
         return bool(getattr(self.model.config, "sliding_window", None))
+
+    @property
+    def tables(self) -> int:
+        """The number of vLLM's tables of blocks for the model's layers. vLLM divides the layers of each kind into groups of
+        the same size, which is the number of layers of the rarest kind, or of the most frequent kind if the numbers are close.
+        """
+        counts = Counts(getattr(self.model.config, "layer_types", None) or ["one"]).values()
+        size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+        return sum(-(-count // size) for count in counts)
 
     def linked(self, host: Host) -> None:
         if self.windowed:
@@ -382,7 +400,7 @@ def main() -> None:
             (checks.evicted, 256, 9),
         ):
             if args.ranks == 1:
-                host = Host(path, blocks=blocks, host_memory=memory * of_block)
+                host = Host(path, blocks=blocks * checks.tables, host_memory=memory * of_block)
                 check(host)
                 host.close()
         failures += checks.failures

@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import sys
 
-from check_connector import Checks, Host, answer, arguments
+from check_connector import Checks, Host, answer, arguments, token_bytes
 
 from kvcache import KvCacheError
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 SIZE = 32
+
+
+def common(one: list[int], other: list[int]) -> int:
+    """Returns the length of the beginning that two lists share."""
+    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 class PrefixChecks(Checks):
@@ -66,6 +71,20 @@ class PrefixChecks(Checks):
         hits, rest = host.counter("vllm:external_prefix_cache_hits") - before, self.full_blocks(out) - SIZE
         self.say(f"{rest} tokens came from the tier", None if hits == rest else f"{hits} did")
 
+    def shared_beginnings(self, host: Host) -> None:
+        """Prompts that share beginnings, each asked when vLLM has forgotten everything. They are longer than a window."""
+        system, asked = self.case.text(60), []
+        for order in ([0, 1, 2], [0, 1, 3], [1, 0, 2], [0, 1, 2], [0, 2], [1, 0, 3]):
+            host.llm.reset_prefix_cache()
+            before = host.counter("vllm:external_prefix_cache_hits")
+            out, expected = self.ask(host, system, order)
+            self.same(f"a shared beginning, documents {order}", answer(out), expected)
+            hits = host.counter("vllm:external_prefix_cache_hits") - before
+            full = max((common(out.prompt_token_ids[:-1], other) for other in asked), default=0) // SIZE * SIZE
+            self.say(f"{full} tokens were found", None if hits == out.num_cached_tokens == full else f"{hits} hits, {out.num_cached_tokens} cached")
+            # vLLM has not computed the last token of an answer.
+            asked.append([*out.prompt_token_ids, *out.outputs[0].token_ids[:-1]])
+
     def apart(self, host: Host) -> None:
         """Requests with salts or chunks share nothing."""
         system = self.case.text(60)
@@ -75,6 +94,13 @@ class PrefixChecks(Checks):
             self.same(f"{salt} asks", answer(out), expected)
             self.say(f"{salt} {'finds' if hit else 'does not find'} it", None if bool(out.num_cached_tokens) == hit else f"{out.num_cached_tokens} tokens were found")
         system = self.case.text(60)
+        if host.side.chunks.shape.no_chunks is not None:
+            out, _ = self.ask(host, system, [1, 2], "alone")
+            _, expected = self.ask(host, system, [1, 2])
+            self.same("a request with chunks is answered without them", answer(out), expected)
+            reason = (out.kv_transfer_params or {}).get("chunk_error")
+            self.say(f"and is told why: {reason}", None if reason else "it is not")
+            return
         out, expected = self.ask(host, system, [1, 2], "alone")
         self.same("a request with chunks", answer(out), expected)
         host.llm.reset_prefix_cache()
@@ -168,8 +194,9 @@ def main() -> None:
     for path in args.models:
         print(f"== {path}", flush=True)
         checks = PrefixChecks(path)
-        host = Host(path, host_memory="64MiB", blocks=24, prefix_memory="16MiB", ranks=args.ranks)
+        host = Host(path, host_memory="64MiB", blocks=24 * checks.tables, prefix_memory="16MiB", ranks=args.ranks)
         checks.evicted_by_vllm(host)
+        checks.shared_beginnings(host)
         checks.apart(host)
         checks.at_once(host)
         if args.ranks == 1:
@@ -179,8 +206,15 @@ def main() -> None:
         checks.say("nothing stays held", host.nothing_held())
         host.close()
         if args.ranks == 1:
-            host = Host(path, host_memory="64MiB", blocks=24, prefix_memory=9 * 2 * 3 * 2 * 32 * 4 * SIZE)
+            small = 9 * SIZE * token_bytes(checks.model.config, "float32")
+            host = Host(path, host_memory="64MiB", blocks=24 * checks.tables, prefix_memory=small)
             checks.too_small(host)
+            host.close()
+            # Prompts take several steps, during which a window passes their first blocks.
+            host = Host(path, host_memory="64MiB", blocks=24 * checks.tables, step_tokens=64, prefix_memory="16MiB")
+            checks.shared_beginnings(host)
+            checks.at_once(host)
+            checks.say("nothing stays held", host.nothing_held())
             host.close()
         failures += checks.failures
     sys.exit(f"{failures} checks failed" if failures else 0)

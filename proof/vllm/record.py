@@ -291,6 +291,55 @@ def window(host: Host) -> None:
     host.ask("linked", [3, 2], chunk_recompute="link:4", **ALONE)
 
 
+def of_kinds(host: Host) -> None:
+    """Ordinary prompts that share beginnings, on layers of several kinds, each with its own table of blocks."""
+    forget = host.llm.reset_prefix_cache
+    host.ask("first", [0, 1, 2], count=30)
+    forget()
+    host.ask("same", [0, 1, 2], question=OTHER_QUESTION)
+    forget()
+    host.ask("branched", [0, 1, 3])
+    # Its first blocks are in vLLM's own cache.
+    forget()
+    host.ask("short", [0])
+    host.ask("longer", [0, 1, 2], question=range(26, 40))
+    # One request is aborted while its blocks are copied in, and two requests lack the same blocks.
+    forget()
+    host.add("left", [0, 1, 3])
+    host.engine.step()
+    host.abort("left")
+    host.add("turned", [1, 0, 2], count=20)
+    host.add("turned-too", [1, 0, 2], question=OTHER_QUESTION)
+    host.finish()
+    # Requests with other salts or with chunks find nothing of it.
+    forget()
+    host.ask("alice", [0, 1], salt="alice")
+    host.ask("chunks", [0, 1], **ALONE)
+    host.ask("chunks-turned", [1, 0], **ALONE)
+    host.ask("linked", [1, 0], chunk_recompute="link:4", **ALONE)
+    # More blocks than the tier can hold.
+    host.ask("large", [3, 2])
+    forget()
+    host.ask("last", [2, 0])
+
+
+def three_tables(host: Host) -> None:
+    """Layers with a window come first, and in two groups."""
+    of_kinds(host)
+
+
+def two_tables(host: Host) -> None:
+    """Prompts take several steps, during which a window passes their first blocks."""
+    of_kinds(host)
+
+
+def two_tables_preempted(host: Host) -> None:
+    for name, order in (("first", [0, 1]), ("second", [1, 0]), ("third", [1, 2])):
+        host.add(name, order, count=40)
+    host.finish()
+    host.ask("chunks", [0], **ALONE)
+
+
 @dataclass
 class Scenario:
     run: Callable[[Host], None]
@@ -316,6 +365,9 @@ SCENARIOS = [
     Scenario(short_of_memory, settings={"host_memory": 4 * BLOCK}),
     Scenario(prefixes, settings={"prefix_memory": 12 * BLOCK}),
     Scenario(window, model="mistral-window"),
+    Scenario(three_tables, model="gemma3", settings={"prefix_memory": 24 * BLOCK * 5 // 3}),
+    Scenario(two_tables, model="gpt-oss", batch=48, settings={"prefix_memory": 24 * BLOCK * 2 // 3}),
+    Scenario(two_tables_preempted, model="gpt-oss", blocks=20, settings={"prefix_memory": 40 * BLOCK * 2 // 3}),
 ]
 
 

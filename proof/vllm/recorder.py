@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from golden_calls import Call, Effects, call, described, ints, plain
+from golden_calls import Call, Effects, blocks, call, described, ints, plain
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.v1.core.sched.interface import SchedulerInterface
 
@@ -88,11 +88,6 @@ def step(output: Any) -> dict[str, Any]:
         name: [count, scheduler.requests[name].num_computed_tokens, blocks(scheduler.kv_cache_manager.get_block_ids(name))]
         for name, count in output.num_scheduled_tokens.items()
     }
-
-
-def blocks(groups: tuple[list[int], ...]) -> str:
-    (ids,) = groups
-    return ints(ids)
 
 
 def finished(request: Any, block_ids: tuple[list[int], ...]) -> list[Any]:
@@ -180,20 +175,24 @@ for name, describe in CALLS.items():
 
 def configured(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     """Returns the parts of vLLM's configuration that the connector reads."""
-    model, (group,) = vllm_config.model_config, kv_cache_config.kv_cache_groups
-    spec = group.kv_cache_spec
+    model = vllm_config.model_config
     text = model.hf_text_config.to_dict()
     return {
         "model": {key: value for key, value in text.items() if key != "_name_or_path"},
         "max_model_len": model.max_model_len,
         "extra_config": vllm_config.kv_transfer_config.kv_connector_extra_config,
-        "layers": group.layer_names,
-        "spec": {
-            "kind": type(spec).__name__,
-            "dtype": str(spec.dtype),
-            "num_kv_heads": spec.num_kv_heads,
-            "head_size": spec.head_size,
-            "block_size": spec.block_size,
-        },
+        "groups": [{"layers": group.layer_names, "spec": described_blocks(group.kv_cache_spec)} for group in kv_cache_config.kv_cache_groups],
         "num_blocks": kv_cache_config.num_blocks,
+    }
+
+
+def described_blocks(spec: Any) -> dict[str, Any]:
+    """Returns the parts of a group's description that the connector reads."""
+    return {
+        "kind": type(spec).__name__,
+        "dtype": str(spec.dtype),
+        "num_kv_heads": spec.num_kv_heads,
+        "head_size": spec.head_size,
+        "block_size": spec.block_size,
+        "sliding_window": getattr(spec, "sliding_window", None),
     }

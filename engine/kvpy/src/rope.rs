@@ -16,9 +16,14 @@ pub(crate) struct PyRopes {
 }
 
 impl PyRopes {
-    fn read(text: &str, longest: Option<usize>) -> Result<Self> {
+    fn read(text: &str, longest: Option<usize>, layers: Option<Vec<usize>>) -> Result<Self> {
         let config = ModelConfig::from_json(text)?;
-        let ropes: Vec<_> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
+        let own = |layer: usize| {
+            let found = config.layers.get(layer).map(|own| own.rope.clone());
+            found.ok_or_else(|| unknown(layer, config.layers.len()))
+        };
+        let layers = layers.unwrap_or_else(|| (0..config.layers.len()).collect());
+        let ropes = layers.into_iter().map(own).collect::<std::result::Result<Vec<_>, _>>()?;
         let family = RopeFamily::new(&ropes, config.max_positions)?;
         let layers = family.at(longest.unwrap_or(config.max_positions).min(config.max_positions))?;
         Ok(Self { layers, max_positions: config.max_positions })
@@ -28,19 +33,22 @@ impl PyRopes {
     pub(crate) fn layer(&self, layer: usize) -> Result<Arc<Rope>> {
         let ropes = self.layers.layers();
         let found = ropes.get(layer).map(Arc::clone);
-        let range =
-            kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: ropes.len() as i128 };
-        found.ok_or_else(|| range.into())
+        found.ok_or_else(|| unknown(layer, ropes.len()).into())
     }
+}
+
+fn unknown(layer: usize, count: usize) -> kvcore::Error {
+    kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: count as i128 }
 }
 
 #[pymethods]
 impl PyRopes {
-    /// Reads the embeddings for requests with up to `longest` positions.
+    /// Reads the embeddings for requests with up to `longest` positions. With `layers`, reads only those of
+    /// these layers, in this order.
     #[new]
-    #[pyo3(signature = (config_json, longest = None))]
-    fn new(config_json: &str, longest: Option<usize>) -> PyResult<Self> {
-        Ok(Self::read(config_json, longest)?)
+    #[pyo3(signature = (config_json, longest = None, layers = None))]
+    fn new(config_json: &str, longest: Option<usize>, layers: Option<Vec<usize>>) -> PyResult<Self> {
+        Ok(Self::read(config_json, longest, layers)?)
     }
 
     /// The number of layers.

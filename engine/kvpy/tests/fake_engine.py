@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from fake_blocks import SIZE, Blocks
 from fake_model import FakeModel, FakeRecomputer, choice, chunk_at, provide
 from replay import Runner, configs
 from vllm import SamplingParams
@@ -31,8 +32,6 @@ from kvcache import Ropes
 from kvcache.vllm import ChunkConnector
 from kvcache.vllm.prompt import plan_of
 
-SIZE = 8
-"""The number of tokens per block of the engine."""
 VOCAB = 500
 MODEL = {
     "model_type": "llama",
@@ -48,7 +47,22 @@ MODEL = {
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
 }
 ROW = 2 * 32 * 4
-"""The number of bytes that a token takes in host memory."""
+"""The number of bytes that a token of a layer takes in host memory."""
+FULL = (None,)
+"""The windows of a model whose layers see everything: there is one group."""
+
+
+def model_of(windows: Sequence[int | None]) -> tuple[dict[str, Any], list[list[str]]]:
+    """Returns the configuration of a model with these windows, and the layers of each group. A model with one group has
+    one layer. With several groups, all but the last one have two layers."""
+    if len(windows) == 1:
+        return MODEL, [["one"]]
+    layers = [number % len(windows) for number in range(2 * len(windows) - 1)]
+    groups = [[f"layer.{number}" for number, own in enumerate(layers) if own == group] for group in range(len(windows))]
+    kinds = ["full_attention" if windows[group] is None else "sliding_attention" for group in layers]
+    ropes = {kind: {"rope_theta": theta, "rope_type": "default"} for kind, theta in (("full_attention", 1e6), ("sliding_attention", 1e4))}
+    several = {"model_type": "gemma3_text", "num_hidden_layers": len(layers), "layer_types": kinds, "rope_parameters": ropes}
+    return {**MODEL, **several, "sliding_window": 32, "query_pre_attn_scalar": 32}, groups
 
 
 def hasher(request: Request) -> list[bytes]:
@@ -59,88 +73,11 @@ def hasher(request: Request) -> list[bytes]:
     return [hashlib.sha256(repr((lora, request.cache_salt, tokens[:end])).encode()).digest() for end in ends]
 
 
-class Blocks:
-    """The engine's blocks and its prefix cache. Block 0 is never used."""
-
-    def __init__(self, count: int) -> None:
-        self.unused: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, count))
-        self.holders = [0] * count
-        self.hash_of: dict[int, bytes] = {}
-        self.block_of: dict[bytes, int] = {}
-        self.tables: dict[str, list[int]] = {}
-        self.num_cached: dict[str, int] = {}
-        """The number of blocks of each table that were found, or registered since."""
-        self.block_pool = SimpleNamespace(num_gpu_blocks=count)
-
-    def free(self, request: Request) -> None:
-        self.release(request.request_id)
-
-    def get_block_ids(self, name: str) -> tuple[list[int]]:
-        return (list(self.tables[name]),)
-
-    def evict_blocks(self, blocks: set[int]) -> None:
-        for block in blocks:
-            key = self.hash_of.pop(block, None)
-            if key is not None and self.block_of.get(key) == block:
-                del self.block_of[key]
-
-    def found(self, request: Request) -> list[int]:
-        """Returns the cached blocks of a request's beginning. At least one token is left to compute."""
-        blocks = []
-        for key in request.block_hashes[: (request.num_tokens - 1) // SIZE]:
-            if key not in self.block_of:
-                break
-            blocks.append(self.block_of[key])
-        return blocks
-
-    def get_computed_blocks(self, request: Request) -> tuple[list[int], int, int]:
-        blocks = self.found(request)
-        return blocks, len(blocks) * SIZE, 0
-
-    def grow(self, name: str, tokens: int, found: list[int] = ()) -> bool:  # type: ignore[assignment]
-        """Extends a table to hold ``tokens`` tokens, starting with ``found`` if it is new. Returns false, and
-        changes nothing, if there are too few blocks."""
-        table = self.tables.get(name, [])
-        missing = -(-tokens // SIZE) - len(table) - len(found)
-        if missing > len(self.unused) - sum(block in self.unused for block in found):
-            return False
-        for block in found:
-            self.unused.pop(block, None)
-            self.holders[block] += 1
-        fresh = []
-        for _ in range(missing):
-            block, _ = self.unused.popitem(last=False)
-            self.evict_blocks({block})
-            self.holders[block] = 1
-            fresh.append(block)
-        self.tables[name] = [*table, *found, *fresh]
-        self.num_cached.setdefault(name, len(found))
-        return True
-
-    def cache(self, request: Request, tokens: int) -> None:
-        """Registers a request's new full blocks of its first ``tokens`` tokens."""
-        name, full = request.request_id, tokens // SIZE
-        new = slice(self.num_cached[name], full)
-        self.num_cached[name] = max(full, self.num_cached[name])
-        for block, key in zip(self.tables[name][new], request.block_hashes[new]):
-            if block not in self.hash_of and key not in self.block_of:
-                self.hash_of[block], self.block_of[key] = key, block
-
-    def release(self, name: str) -> None:
-        self.num_cached.pop(name, None)
-        for block in reversed(self.tables.pop(name, [])):
-            self.holders[block] -= 1
-            if self.holders[block] == 0:
-                self.unused[block] = None
-                if block not in self.hash_of:
-                    self.unused.move_to_end(block, last=False)
-
-    def reset(self) -> bool:
-        if any(self.holders):
-            return False
-        self.hash_of.clear()
-        self.block_of.clear()
-        return True
+def spec_of(window: int | None) -> dict[str, Any]:
+    """Returns what vLLM says of the blocks of a group."""
+    kind = "FullAttentionSpec" if window is None else "SlidingWindowSpec"
+    shape = {"dtype": "torch.float32", "num_kv_heads": 1, "head_size": 32, "block_size": SIZE}
+    return {"kind": kind, "sliding_window": window, **shape}
 
 
 class LateThreads:
@@ -188,20 +125,27 @@ class Engine(SchedulerInterface):
         lora: Any = None,
         has_events: bool = False,
         positions: int = 512,
+        windows: Sequence[int | None] = FULL,
         **settings: Any,
     ) -> None:
-        spec = {"kind": "FullAttentionSpec", "dtype": "torch.float32", "num_kv_heads": 1, "head_size": 32, "block_size": SIZE}
-        extra = {"host_memory": 4096 * ROW, "block_size": SIZE, **settings}
-        model = {**MODEL, "max_position_embeddings": positions}
-        described = {"model": model, "max_model_len": positions, "extra_config": extra, "layers": ["one"], "spec": spec, "num_blocks": blocks}
+        model, groups = model_of(windows)
+        model = {**model, "max_position_embeddings": positions}
+        described = {
+            "model": model,
+            "max_model_len": positions,
+            "extra_config": {"host_memory": 4096 * ROW * model["num_hidden_layers"], "block_size": SIZE, **settings},
+            "groups": [{"layers": layers, "spec": spec_of(window)} for layers, window in zip(groups, windows)],
+            "num_blocks": blocks,
+        }
         config, caches = configs(described, 1)
         config.lora_config = lora
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=has_events)
-        self.model = FakeModel(Ropes(json.dumps(model), positions), ["one"], blocks, 1, SIZE, 32)
+        self.model = FakeModel(Ropes(json.dumps(model), positions), groups, blocks, 1, SIZE, 32)
+        self.windows = windows
         self.recomputer = FakeRecomputer(self.model)
         self.recomputer.context = lambda: context(self.weights, None, self.adapters)
         provide(monkeypatch, self.recomputer)
-        self.kv_cache_manager = Blocks(blocks)
+        self.kv_cache_manager = Blocks(blocks, windows)
         self.step_tokens, self.max_running = step_tokens, max_running
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
@@ -353,7 +297,10 @@ class Engine(SchedulerInterface):
                 self.failed_recving_kv_req_ids.add(name)
         failed = set()
         for request in self.running:
-            table = self.kv_cache_manager.tables[request.request_id]
+            if not bad:
+                break
+            # vLLM refuses reports of blocks of models with several groups.
+            (table,) = self.kv_cache_manager.tables[request.request_id]
             wrong = [i for i, block in enumerate(table) if block in bad and i * SIZE < before.get(request.request_id, 0)]
             if wrong:
                 request.num_computed_tokens = wrong[0] * SIZE
@@ -429,26 +376,27 @@ class Engine(SchedulerInterface):
             if name not in self.finished_recving_kv_req_ids:
                 return 0
             self._received(request)
-        found, external = [], 0
+        found, external = None, 0
         if request.num_computed_tokens == 0:
             assert name not in manager.tables, "vLLM looks up only requests without blocks"
             found = manager.found(request)
-            external, parallel = self.connector.get_num_new_matched_tokens(request, len(found) * SIZE)
+            external, parallel = self.connector.get_num_new_matched_tokens(request, len(found[0]) * SIZE)
             if external is None:
                 return 0
-            computed = len(found) * SIZE + external
+            computed = len(found[0]) * SIZE + external
             assert computed < request.num_tokens or parallel, "nothing is left to compute"
             count = 0 if parallel else min(request.num_tokens - computed, budget)
         else:
             computed, parallel = request.num_computed_tokens, False
             count = min(request.num_tokens - computed, budget)
-        if parallel and self._missing(request, len(found)) > len(manager.unused) - self._reserved(name):
+        if parallel and self._missing(request, found) > len(manager.unused) - self._reserved(name):
             # Rows on their way hold blocks without progress, so that others could wait for them for ever.
             return None
-        if not manager.grow(name, computed + count, found):
+        if not manager.grow(name, computed + count, computed, found):
             return None
         self.ran.add(name)
         self.connector.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: manager.get_block_ids(name)), external)
+        self._check_loads(name)
         if external and not parallel:
             self.sync = self.sync | {name}
         request.num_computed_tokens = computed
@@ -460,15 +408,26 @@ class Engine(SchedulerInterface):
         manager.cache(request, computed + count)
         return count
 
-    def _missing(self, request: Request, held: int) -> int:
-        """Returns the number of blocks that a request with ``held`` blocks still needs for all of its tokens."""
-        return max(0, -(-request.num_tokens // SIZE) - held)
+    def _check_loads(self, name: str) -> None:
+        """Checks that rows are only copied to blocks that nobody but the request holds and that nothing finds."""
+        manager = self.kv_cache_manager
+        for load in (load for load in self.side.loads if load.request_id == name):
+            for table, blocks in zip(manager.tables[name], zip(*([run[0] for run in runs] for _, runs, _ in load.rows)), strict=True):
+                for block in {block for run in blocks for block in run if block >= 0}:
+                    assert block in table and manager.holders[block] == 1 and block not in manager.hash_of, "not the request's own"
+
+    def _missing(self, request: Request, tables: list[list[int]]) -> int:
+        """Returns the number of blocks that a request with these tables still needs for all of its tokens. A window and the
+        tokens of a step bound the blocks that a group uses at once."""
+        full = -(-request.num_tokens // SIZE)
+        most = [full if window is None else -(-(window - 1 + self.step_tokens) // SIZE) + 1 for window in self.windows]
+        return sum(max(0, min(full, bound) - len(table)) for bound, table in zip(most, tables))
 
     def _reserved(self, name: str) -> int:
         """Returns the number of blocks that other requests need which have not computed all of their tokens."""
         tables = self.kv_cache_manager.tables
         others = (one for one in self.requests.values() if one.request_id in tables and one.request_id != name)
-        return sum(self._missing(one, len(tables[one.request_id])) for one in others)
+        return sum(self._missing(one, tables[one.request_id]) for one in others)
 
     def _received(self, request: Request) -> None:
         name, request.status = request.request_id, RequestStatus.WAITING
@@ -484,7 +443,7 @@ class Engine(SchedulerInterface):
             request.num_computed_tokens -= 1
 
     def _grow(self, request: Request, tokens: int) -> bool:
-        return self.kv_cache_manager.grow(request.request_id, tokens)
+        return self.kv_cache_manager.grow(request.request_id, tokens, request.num_computed_tokens)
 
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1
@@ -495,8 +454,8 @@ class Engine(SchedulerInterface):
 
     def _end(self, request: Request, status: RequestStatus, *, keep_blocks: bool = False) -> None:
         name, request.status = request.request_id, status
-        table = self.kv_cache_manager.tables.get(name, [])
-        _, said = self.connector.request_finished_all_groups(request, (list(table),))
+        tables = self.kv_cache_manager.tables.get(name, [[] for _ in self.windows])
+        _, said = self.connector.request_finished_all_groups(request, tuple(list(table) for table in tables))
         self.answers[name] = (list(request.output_token_ids), said)
         if not keep_blocks:
             self._free(request)
@@ -517,12 +476,12 @@ class Engine(SchedulerInterface):
         """Computes a step's tokens. Returns the tokens that are sampled."""
         sampled = {}
         for name, count in scheduled.items():
-            request, table = self.requests[name], self.kv_cache_manager.tables[name]
+            request, tables = self.requests[name], self.kv_cache_manager.tables[name]
             tokens, seen = request.all_token_ids, self.context(request)
             for position in range(before[name], before[name] + count):
-                self.model.write(table, position, (*seen, *tokens[: position + 1]))
+                self.model.write(tables, position, (*seen, *tokens[: position + 1]))
             if before[name] + count == len(tokens):
-                sampled[name] = sample(self.model.values_of(table, len(tokens)))
+                sampled[name] = sample(self.model.values_of(tables, self.windows, len(tokens)))
         return sampled
 
 
@@ -532,19 +491,21 @@ def context(weights: int, adapter: str | None, versions: dict[str, int]) -> tupl
     return (-1 - weights, number)
 
 
-def sample(values: np.ndarray) -> int:
-    """Returns the token that follows tokens with these values."""
-    return int.from_bytes(hashlib.blake2b(values.tobytes(), digest_size=4).digest(), "little") % VOCAB
+def sample(values: list[np.ndarray]) -> int:
+    """Returns the token that follows tokens with these values in each group of layers."""
+    seen = b"".join(of_group.tobytes() for of_group in values)
+    return int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "little") % VOCAB
 
 
 class Roomy:
     """The answers of an engine with room for everything, which asks one request at a time: the values follow
     from what each token has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, windows: Sequence[int | None] = FULL) -> None:
         positions = 8192
-        ropes = Ropes(json.dumps({**MODEL, "max_position_embeddings": positions}), positions)
-        self.model = FakeModel(ropes, ["one"], 1, 1, SIZE, 32)
+        model, groups = model_of(windows)
+        ropes = Ropes(json.dumps({**model, "max_position_embeddings": positions}), positions)
+        self.model, self.windows = FakeModel(ropes, groups, 1, 1, SIZE, 32), windows
         self.known: dict[Any, list[int]] = {}
 
     def answer(
@@ -555,13 +516,18 @@ class Roomy:
         if key not in self.known:
             tokens, values = list(prompt), [self._values(prompt, position, where, params) for position in range(len(prompt))]
             for number in range(len(told) + count):
-                tokens.append(told[number] if number < len(told) else sample(np.array(values)))
-                values.append(self.model.rows((*where, *tokens), len(tokens) - 1)[1][0])
+                tokens.append(told[number] if number < len(told) else sample(self._seen(values)))
+                values.append(self.model.rows((*where, *tokens), len(tokens) - 1)[1])
             self.known[key] = tokens[len(prompt) + len(told) :]
         return self.known[key]
 
     def _values(self, prompt: list[int], position: int, where: tuple[int, ...], params: dict[str, Any] | None) -> np.ndarray:
-        return self.model.rows((*where, *seen(prompt, position, params)), position)[1][0]
+        return self.model.rows((*where, *seen(prompt, position, params)), position)[1]
+
+    def _seen(self, values: list[np.ndarray]) -> list[np.ndarray]:
+        """Returns the values of the tokens that a next token sees in the first layer of each group."""
+        firsts = [layers[0] for layers in self.model.groups]
+        return [np.array([of_token[layer] for of_token in values[-(window or 0) :]]) for layer, window in zip(firsts, self.windows)]
 
 
 def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +26,19 @@ class Tensor(np.ndarray):
 
 
 class FakeModel:
-    def __init__(self, ropes: Ropes, layers: list[str], blocks: int, heads: int, block_size: int, dim: int) -> None:
+    """A model with these groups of layers. As in vLLM, the groups share memory: their layers with the same number are
+    views of the same blocks. Layers are in the order of the numbers at the ends of their names.
+    """
+
+    def __init__(self, ropes: Ropes, groups: list[list[str]], blocks: int, heads: int, block_size: int, dim: int) -> None:
         self.ropes, self.heads, self.size, self.dim = ropes, heads, block_size, dim
         shape = (blocks, heads, block_size, 2 * dim)
-        self.caches = {name: np.full(shape, np.nan, np.float32).view(Tensor) for name in layers}
+        names = in_order(groups)
+        self.groups = [[names.index(name) for name in group] for group in groups]
+        """The numbers of each group's layers in the model."""
+        memory = [np.full(shape, np.nan, np.float32).view(Tensor) for _ in max(groups, key=len)]
+        shared = {name: memory[place] for group in groups for place, name in enumerate(group)}
+        self.caches = {name: shared[name] for name in names}
         halves = [cache.view(np.ndarray).reshape(blocks, heads, 2, block_size * dim) for cache in self.caches.values()]
         self.keys = [half[:, :, 0].reshape(blocks, heads, dim, block_size) for half in halves]
         self.values = [half[:, :, 1].reshape(blocks, heads, block_size, dim) for half in halves]
@@ -54,24 +63,38 @@ class FakeModel:
         half = self.dim // 2
         return keys * cos + np.concatenate([-keys[..., half:], keys[..., :half]], -1) * sin, values
 
-    def write(self, table: list[int], position: int, seen: tuple[int, ...]) -> None:
-        """Computes a token."""
-        block, row = table[position // self.size], position % self.size
-        keys, values = self.rows(seen, position)
-        for layer in range(len(self.caches)):
-            self.keys[layer][block, :, :, row], self.values[layer][block, :, row] = keys[layer], values[layer]
+    def write(self, tables: Sequence[list[int]], position: int, seen: tuple[int, ...]) -> None:
+        """Computes a token of a request with these tables, one for each group."""
+        row, (keys, values) = position % self.size, self.rows(seen, position)
+        for table, layers in zip(tables, self.groups, strict=True):
+            block = table[position // self.size]
+            for layer in layers:
+                self.keys[layer][block, :, :, row], self.values[layer][block, :, row] = keys[layer], values[layer]
 
-    def values_of(self, table: list[int], tokens: int) -> np.ndarray:
-        """Returns the values ``[tokens, heads, dim]`` of a table's first tokens in the first layer."""
-        places = np.arange(tokens)
-        return self.values[0][np.array(table)[places // self.size], :, places % self.size]
+    def values_of(self, tables: Sequence[list[int]], windows: Sequence[int | None], tokens: int) -> list[np.ndarray]:
+        """Returns the values ``[tokens, heads, dim]`` in the first layer of each group, of the ``tokens`` first tokens that
+        are in its window."""
+        found = []
+        for table, layers, window in zip(tables, self.groups, windows, strict=True):
+            places = np.arange(0 if window is None else max(0, tokens - window), tokens)
+            found.append(self.values[layers[0]][np.array(table)[places // self.size], :, places % self.size])
+        return found
 
-    def fault(self, table: list[int], seen: dict[int, tuple[int, ...]]) -> str | None:
-        """Describes the tokens that have wrong bytes in their slots; None if all are right."""
+    def fault(self, tables: Sequence[list[int]], seen: dict[int, tuple[int, ...]]) -> str | None:
+        """Describes the tokens that have wrong bytes in their slots; None if all are right. Blocks that a window has passed
+        have none."""
+        faults = (self._fault(table, layers, seen) for table, layers in zip(tables, self.groups, strict=True))
+        return next((fault for fault in faults if fault is not None), None)
+
+    def _fault(self, table: list[int], layers: list[int], seen: dict[int, tuple[int, ...]]) -> str | None:
+        # Block 0 stands for a block that was freed because a window has passed it.
+        seen = {position: tokens for position, tokens in seen.items() if table[position // self.size] != 0}
+        if not seen:
+            return None
         places = np.array(list(seen))
         expected = [self.rows(tokens, position) for position, tokens in seen.items()]
         blocks, rows = np.array(table)[places // self.size], places % self.size
-        for layer in range(len(self.caches)):
+        for layer in layers:
             keys = np.abs(self.keys[layer][blocks, :, :, rows] - [keys[layer] for keys, _ in expected]) < 1e-5
             values = self.values[layer][blocks, :, rows] == [values[layer] for _, values in expected]
             for what, right in (("keys", keys), ("values", values)):
@@ -79,6 +102,15 @@ class FakeModel:
                     wrong = places[~right.all((1, 2))]
                     return f"the {what} of tokens {wrong.tolist()} in layer {layer} are wrong"
         return None
+
+
+def in_order(groups: list[list[str]]) -> list[str]:
+    """Returns the names of all layers in the order of the model."""
+
+    def number(name: str) -> int:
+        return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+
+    return sorted((name for group in groups for name in group), key=number)
 
 
 def chunk_at(lengths: list[int], position: int) -> tuple[int, int] | None:
@@ -124,4 +156,4 @@ class FakeRecomputer:
             places = choice(again.tokens, again.question_start, places, again.chosen)
             self.chosen.setdefault(tuple(again.tokens), set()).update(places)
         for place in (place for place in places if place >= again.first):
-            self.model.write(again.table, place, (*self.context(), *again.tokens[: place + 1]))
+            self.model.write([again.table], place, (*self.context(), *again.tokens[: place + 1]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,17 @@ def numbers(text: str) -> list[int]:
         first, _, last = run.partition("..")
         values.extend(range(int(first), int(last or first) + 1))
     return values
+
+
+def blocks(tables: Sequence[list[int]]) -> str | list[str]:
+    """Writes a request's blocks: those of a single group, or a list with those of each group."""
+    written = [ints(table) for table in tables]
+    return written[0] if len(written) == 1 else written
+
+
+def tables_of(written: str | list[str]) -> list[list[int]]:
+    """Parses blocks written by ``blocks``."""
+    return [numbers(table) for table in ([written] if isinstance(written, str) else written)]
 
 
 def plain(value: Any) -> Any:

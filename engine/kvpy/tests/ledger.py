@@ -27,12 +27,12 @@ class Ledger:
     def order(self, orders: Any) -> None:
         """Notes a step's orders. No save fails in the engine."""
         for save in orders.saves:
-            for (to, offset, count), source in save.rows:
+            for (to, offset, count), sources in save.rows:
                 if save.of_prefix:
                     assert (offset, count) == (0, SIZE)
                     self.save_block(*to)
                 else:
-                    self.save_piece(save.name, count, source)
+                    self.save_piece(save.name, count, sources[0])
 
     def save_block(self, block: int) -> None:
         self.saved_blocks += 1
@@ -42,7 +42,7 @@ class Ledger:
     def save_piece(self, name: str, count: int, source: Any) -> None:
         self.saved_pieces += 1
         encode = self.engine.requests[name]
-        table = self.engine.kv_cache_manager.tables[name]
+        table = self.engine.kv_cache_manager.tables[name][0]
         first = table.index(source[0][0]) * SIZE + source[1]
         piece = (tuple(encode.prompt_token_ids[: first + count]), first)
         client = self.engine.clients[encode.client_index]

@@ -15,16 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import golden_calls
-from fake_model import FakeModel, FakeRecomputer, chunk_at, provide
-from golden_calls import Call, Effects, described, numbers, plain
+from fake_model import FakeModel, FakeRecomputer, chunk_at, in_order, provide
+from golden_calls import Call, Effects, described, numbers, plain, tables_of
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.request import Request, block_hashes
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from kvcache import KvCacheError, Ropes
+from kvcache import KvCacheError
 from kvcache.vllm import ChunkConnector
+from kvcache.vllm.host import Settings, geometry, ropes_for
 
 RECORD = "if the connector changed on purpose, record again: python proof/vllm/record.py FOLDER"
 
@@ -35,10 +36,10 @@ class Scheduler(SchedulerInterface):
     def __init__(self, config: Any, caches: Any, replay: Replay) -> None:
         self.replay = replay
         self.requests: dict[str, Request] = {}
-        self.tables: dict[str, list[int]] = {}
+        self.tables: dict[str, list[list[int]]] = {}
         self.failed_recving_kv_req_ids: set[str] = set()
         self.kv_cache_manager = SimpleNamespace(
-            get_block_ids=lambda name: (self.tables[name],),
+            get_block_ids=lambda name: tuple(self.tables[name]),
             get_computed_blocks=lambda request: (None, replay.found_first[request.request_id], 0),
             block_pool=SimpleNamespace(num_gpu_blocks=0),
             evict_blocks=lambda blocks: blocks and replay.effects.note("evict_blocks", plain(blocks)),
@@ -64,7 +65,7 @@ class Runner(GPUModelRunner):
 
 def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     """Returns the parts of vLLM's configuration, and of its caches', that the connector reads."""
-    text, spec = config["model"], config["spec"]
+    text, layers = config["model"], in_order([group["layers"] for group in config["groups"]])
     settings = SimpleNamespace(to_json_string=lambda: json.dumps(text), to_dict=lambda: text, vocab_size=text["vocab_size"])
     model = SimpleNamespace(hf_text_config=settings, max_model_len=config["max_model_len"], model="small", revision=None)
     layer = SimpleNamespace(isa="vec")
@@ -75,11 +76,11 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
         lora_config=None,
         kv_events_config=None,
         model_config=model,
-        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(config["layers"], layer)),
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(layers, layer)),
     )
-    made = type(spec["kind"], (SimpleNamespace,), {})(**spec)
-    group = SimpleNamespace(kv_cache_spec=made, layer_names=config["layers"])
-    return vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=config["num_blocks"])
+    specs = [type(group["spec"]["kind"], (SimpleNamespace,), {})(**group["spec"]) for group in config["groups"]]
+    groups = [SimpleNamespace(kv_cache_spec=spec, layer_names=group["layers"]) for spec, group in zip(specs, config["groups"])]
+    return vllm_config, SimpleNamespace(kv_cache_groups=groups, num_blocks=config["num_blocks"])
 
 
 # Decision: docs/decisions/vllm.md#tests-replay-the-calls-of-a-real-vllm
@@ -90,11 +91,11 @@ class Replay:
         self.calls = golden["calls"]
         self.ranks = ranks
         config, caches = configs(golden["config"], ranks)
-        spec = golden["config"]["spec"]
-        ropes = Ropes(json.dumps(golden["config"]["model"]), golden["config"]["max_model_len"])
-        self.model = FakeModel(
-            ropes, golden["config"]["layers"], caches.num_blocks, spec["num_kv_heads"], spec["block_size"], spec["head_size"]
-        )
+        groups = golden["config"]["groups"]
+        shape = geometry(config, caches, Settings.of(golden["config"]["extra_config"]))
+        ropes, spec = ropes_for(config, shape), groups[0]["spec"]
+        names = [group["layers"] for group in groups]
+        self.model = FakeModel(ropes, names, caches.num_blocks, spec["num_kv_heads"], spec["block_size"], spec["head_size"])
         self.recomputer = FakeRecomputer(self.model)
         provide(monkeypatch, SimpleNamespace(run=self.recompute))
         # As in the recording, so that salts and request IDs are the recorded ones.
@@ -178,8 +179,8 @@ class Replay:
 
     def update_state_after_alloc(self, args: list[Any]) -> None:
         name, blocks, external = args
-        self.scheduler.tables[name] = numbers(blocks)
-        held = SimpleNamespace(get_block_ids=lambda: (numbers(blocks),))
+        self.scheduler.tables[name] = tables_of(blocks)
+        held = SimpleNamespace(get_block_ids=lambda: tuple(tables_of(blocks)))
         self.side.update_state_after_alloc(self.scheduler.requests[name], held, external)
 
     def build_connector_meta(self, step: dict[str, Any]) -> Any:
@@ -188,7 +189,7 @@ class Replay:
             request = self.scheduler.requests[name]
             request.num_computed_tokens = computed
             self.answered(request, computed + count)
-            self.scheduler.tables[name] = numbers(blocks)
+            self.scheduler.tables[name] = tables_of(blocks)
         counts = {name: count for name, (count, _, _) in step.items()}
         self.orders = self.side.build_connector_meta(SimpleNamespace(num_scheduled_tokens=counts))
         return self.orders
@@ -205,7 +206,7 @@ class Replay:
     def request_finished_all_groups(self, args: list[Any]) -> Any:
         name, blocks, _ = args
         try:
-            return self.side.request_finished_all_groups(self.scheduler.requests[name], (numbers(blocks),))
+            return self.side.request_finished_all_groups(self.scheduler.requests[name], tuple(tables_of(blocks)))
         finally:
             del self.scheduler.requests[name]
 
@@ -256,20 +257,18 @@ class Replay:
     def forward(self, where: str) -> None:
         """Computes the tokens of a step, after checking the blocks."""
         for name, (count, computed, blocks) in self.step.items():
-            request, table = self.scheduler.requests[name], numbers(blocks)
+            request, tables = self.scheduler.requests[name], tables_of(blocks)
             tokens = [*request.prompt_token_ids, *self.outputs[name]]
-            # Block 0 stands for a block that was freed because a window has passed it.
-            held = [position for position in range(computed) if table[position // self.model.size] != 0]
-            seen = {position: self.seen(request, tokens, position) for position in held}
+            seen = {position: self.seen(request, tokens, position) for position in range(computed)}
             # The host drops the tokens of a step in which the request's load failed.
-            if seen and name not in self.worker._worker.not_loaded:
-                fault = self.model.fault(table, seen)
+            if name not in self.worker._worker.not_loaded:
+                fault = self.model.fault(tables, seen)
                 assert fault is None, f"{where}, {name}: {fault}"
             for layer in self.model.caches:
                 self.worker.wait_for_layer_load(layer)
                 self.worker.save_kv_layer(layer, self.model.caches[layer], None)
             for position in range(computed, computed + count):
-                self.model.write(table, position, tuple(tokens[: position + 1]))
+                self.model.write(tables, position, tuple(tokens[: position + 1]))
 
     def seen(self, request: Request, tokens: list[int], position: int) -> tuple[int, ...]:
         """Returns the tokens that one of a request's tokens has seen, up to and including itself."""

@@ -192,15 +192,3 @@ def test_an_encode_is_stored_when_all_ranks_have_saved_it(monkeypatch: pytest.Mo
     one_is_silent.ranks = 1
     with pytest.raises(AssertionError, match=r"get_num_new_matched_tokens .* returns \[None, False\] instead of \[\d+, True\]"):
         one_is_silent.run()
-
-
-def test_layers_of_several_kinds_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, caches = configs(golden_calls.read("link")["config"], 1)
-    (group,) = caches.kv_cache_groups
-    windowed = SimpleNamespace(kv_cache_spec=type("SlidingWindowSpec", (), {})(), layer_names=[])
-    caches.kv_cache_groups = [group, windowed]
-    with pytest.raises(UnsupportedHostError, match=r"FullAttentionSpec, SlidingWindowSpec.*--disable-hybrid-kv-cache-manager"):
-        geometry(config, caches, Settings())
-    caches.kv_cache_groups = [group, SimpleNamespace(kv_cache_spec=type("MambaSpec", (), {})(), layer_names=[])]
-    with pytest.raises(UnsupportedHostError, match="MambaSpec are not supported"):
-        geometry(config, caches, Settings())

@@ -413,7 +413,7 @@ def test_only_chunks_that_the_engine_lacks_are_fetched(recompute: str, monkeypat
     engine.ask("second", tokens, **params)
     manager, request = engine.kv_cache_manager, engine.requests["second"]
     assert engine.encodes == 3, "the engine has everything"
-    manager.evict_blocks({manager.block_of[key] for key in request.block_hashes[8:] if key in manager.block_of})
+    manager.evict_blocks({manager.block_of[0, key] for key in request.block_hashes[8:] if (0, key) in manager.block_of})
     engine.run(50)
     assert engine.encodes == 4, "more than the last chunk was computed"
     assert engine.answers["second"][1] == {"chunk_tokens_reused": 56, "chunk_tokens_computed": 40}

@@ -186,7 +186,7 @@ def test_a_request_that_waits_for_room_after_its_copy_starts_over(monkeypatch: p
         engine.ask("one", tokens, count=3, **(params or {}))
         engine.step()
         assert "one" in engine.receiving
-        engine.kv_cache_manager.tables["other"] = taken = list(engine.kv_cache_manager.unused)
+        engine.kv_cache_manager.tables["other"] = [taken] = [list(engine.kv_cache_manager.unused)]
         engine.kv_cache_manager.unused.clear()
         engine.step()
         engine.step()

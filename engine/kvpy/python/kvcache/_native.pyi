@@ -34,9 +34,11 @@ class KvCacheError(RuntimeError):
 
 @final
 class Ropes:
-    """The rotary embeddings of a model's layers, read from the contents of its ``config.json``."""
+    """The rotary embeddings of a model's layers, read from the contents of its ``config.json``. With ``layers``, only
+    those of these layers, in this order.
+    """
 
-    def __new__(cls, config_json: str, longest: int | None = None) -> Self: ...
+    def __new__(cls, config_json: str, longest: int | None = None, layers: Sequence[int] | None = None) -> Self: ...
     @property
     def num_layers(self) -> int: ...
     @property

@@ -28,7 +28,7 @@ from kvcache import ChunkCacheConfig, ChunkCacheManager
 
 from .host import Geometry, Roots, Settings
 from .names import Names
-from .orders import Again, Load, Run, Save, run_of
+from .orders import Again, Load, Rows, Save, Tables, run_of, runs_of, writable
 from .pieces import Found, Part, Pieces
 from .prompt import ChunkPlan, ChunkRequestError, plan_of
 from .requests import ChunkState, Encode, Saving, Tracked, Work, set_salt
@@ -57,6 +57,8 @@ class Chunks:
         requests: dict[str, Tracked],
     ) -> None:
         self.host, self.shape, self.roots, self.names, self.requests = host, shape, roots, names, requests
+        if shape.no_chunks is not None:
+            logger.warning("only the tier for ordinary prompts is used, because keys cannot be moved: %s", shape.no_chunks)
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.hf_text_config.vocab_size
         # With a sliding window, a chunk's rows depend on where it ends, so one chunk's piece must not be
@@ -100,6 +102,8 @@ class Chunks:
         plan = plan_of(request.kv_transfer_params, request.prompt_token_ids or ())
         if plan is None:
             return None
+        if self.shape.no_chunks is not None:
+            raise ChunkRequestError(f"chunks are not supported for this model, whose keys cannot be moved: {self.shape.no_chunks}")
         if request.pooling_params is not None or request.mm_features or request.prompt_embeds is not None:
             raise ChunkRequestError("chunks are supported only for text generated from text")
         if request.skip_reading_prefix_cache:
@@ -213,12 +217,14 @@ class Chunks:
         encode, request = tracked.encode, tracked.request
         if encode.order is not None or request.num_computed_tokens + count < encode.prompt_tokens:
             return []
-        (block_ids,) = self.host.kv_cache_manager.get_block_ids(request.request_id)
+        tables = self.host.kv_cache_manager.get_block_ids(request.request_id)
         rows = []
         for work in encode.pieces:
-            piece = work.reservation
-            source = run_of(block_ids, self.shape.engine_block_size, encode.prefix + work.start, piece.num_tokens)
-            rows.append((run_of(piece.block_ids, self.shape.block_size, 0, piece.num_tokens), source))
+            piece, first = work.reservation, encode.prefix + work.start
+            # A window that has passed a block at the end of its chunk passes it wherever the chunk is. Whatever is
+            # saved of it is not read.
+            sources = runs_of(tables, self.shape.engine_block_size, first, piece.num_tokens)
+            rows.append((run_of(piece.block_ids, self.shape.block_size, 0, piece.num_tokens), sources))
         encode.order = Save(encode.name, rows)
         return [encode]
 
@@ -285,28 +291,30 @@ class Chunks:
         # Recomputing needs the model, so it happens in the step that runs the question.
         return (tokens, state.plan.recompute == "none") if tokens > 0 else (0, False)
 
-    def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
+    def load(self, tracked: Tracked, tables: Tables, count: int) -> Load:
         """Returns the last ``count`` tokens before the question."""
         request, state, size = tracked.request, tracked.chunks, self.shape.engine_block_size
         end = state.plan.question_start
         first = end - count
-        # Block 0 stands for a block that vLLM freed because a window has passed it.
-        rows = self._rows(state, first, [block or -1 for block in block_ids])
-        at_once = state.plan.recompute != "none"
+        rows = self._rows(state, first, writable(tables))
+        if state.plan.recompute == "none":
+            return Load(request.request_id, rows, [])
+        # A model whose tokens can be recomputed has one table.
+        (block_ids,) = tables
         again = self._again(request, state, first, block_ids)
-        return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once, again)
+        return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once=True, again=again)
 
-    def _rows(self, state: ChunkState, first: int, table: list[int]) -> list[tuple[Run, Run, int]]:
-        """Returns the rows of a request's parts from token ``first`` on, to be written to the blocks in ``table``."""
+    def _rows(self, state: ChunkState, first: int, tables: Tables) -> list[Rows]:
+        """Returns the rows of a request's parts from token ``first`` on, to be written to the blocks in ``tables``."""
         rows = []
         for start, hold in state.held():
             skipped = max(0, first - start)
             left = hold.num_tokens - skipped
             if left > 0:
                 source = run_of(hold.block_ids, self.shape.block_size, skipped, left)
-                target = run_of(table, self.shape.engine_block_size, start + skipped, left)
+                targets = runs_of(tables, self.shape.engine_block_size, start + skipped, left)
                 # A piece is stored under the position of its first token.
-                rows.append((source, target, start - hold.stored_start))
+                rows.append((source, targets, start - hold.stored_start))
         return rows
 
     # Decision: docs/decisions/vllm.md#a-question-chooses-before-its-request-has-blocks
@@ -328,7 +336,7 @@ class Chunks:
             chosen=chosen if chosen > 0 else None,
             question_start=plan.question_start,
             key=hashlib.sha256(json.dumps([request.cache_salt, tokens]).encode()).digest(),
-            rows=self._rows(state, 0, blocks) if chosen > 0 else [],
+            rows=[(source, target, turn) for source, (target,), turn in self._rows(state, 0, [blocks])] if chosen > 0 else [],
         )
 
     def counts(self) -> tuple[dict[str, int], dict[str, float]]:

@@ -46,7 +46,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = ChunkScheduler(vllm_config, shape, settings)
         else:
-            self._worker = ChunkWorker(vllm_config, kv_cache_config, shape)
+            self._worker = ChunkWorker(vllm_config, shape)
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from .host import Geometry
+
 
 @dataclass(frozen=True)
 class Told:
@@ -29,8 +31,8 @@ class Told:
 class TierEvents:
     """The events of the tier, for a host that publishes events."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, shape: Geometry) -> None:
+        self.block_size, self.groups = shape.engine_block_size, list(enumerate(shape.groups))
         self.saving: dict[bytes, Told] = {}
         """The blocks on their way to the tier, by the tier's keys."""
         self.stored: dict[bytes, Told] = {}
@@ -53,35 +55,46 @@ class TierEvents:
 
     def of(self, changes: list[tuple[str, bytes | None]]) -> Iterator[Any]:
         """Returns vLLM's events for the changes of a pool."""
-        from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
+        from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
         from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external
 
         for what, key in changes:
             if what == "stored" and key in self.saving:
                 told = self.stored[key] = self.saving.pop(key)
-                yield BlockStored(
-                    block_hashes=[external(told.block_hash)],
-                    parent_block_hash=external(told.parent_hash) if told.parent_hash is not None else None,
-                    token_ids=told.token_ids,
-                    block_size=self.block_size,
-                    lora_id=told.lora_id,
-                    medium=MEDIUM_CPU,
-                    lora_name=told.lora_name,
-                    group_idx=0,
-                )
+                # The tier has the rows of all groups, and a router knows each group's blocks.
+                for number, group in self.groups:
+                    yield BlockStored(
+                        block_hashes=[external(told.block_hash)],
+                        parent_block_hash=external(told.parent_hash) if told.parent_hash is not None else None,
+                        token_ids=told.token_ids,
+                        block_size=self.block_size,
+                        lora_id=told.lora_id,
+                        medium=MEDIUM_CPU,
+                        lora_name=told.lora_name,
+                        group_idx=number,
+                        kv_cache_spec_kind=group.kind,
+                        kv_cache_spec_sliding_window=group.window,
+                    )
             elif what == "removed" and key in self.stored:
-                told = self.stored.pop(key)
-                yield BlockRemoved(block_hashes=[external(told.block_hash)], medium=MEDIUM_CPU, group_idx=0)
+                yield from self._removed([self.stored.pop(key)])
             elif what in ("cleared", "lost") and self.stored:
                 # `AllBlocksCleared` would also be about the blocks of the device.
-                hashes = [external(one.block_hash) for one in self.stored.values()]
+                told_of = list(self.stored.values())
                 self.stored.clear()
-                yield BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=0)
+                yield from self._removed(told_of)
+
+    def _removed(self, blocks: list[Told]) -> Iterator[Any]:
+        from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved
+        from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash as external
+
+        hashes = [external(one.block_hash) for one in blocks]
+        for number, _ in self.groups:
+            yield BlockRemoved(block_hashes=hashes, medium=MEDIUM_CPU, group_idx=number)
 
 
-def tier_events(vllm_config: VllmConfig, host: Any, block_size: int) -> TierEvents | None:
+def tier_events(vllm_config: VllmConfig, host: Any, shape: Geometry) -> TierEvents | None:
     """Returns the events for a host that publishes some; ``None`` for any other host."""
-    config = vllm_config.kv_events_config
+    config, block_size = vllm_config.kv_events_config, shape.engine_block_size
     # The tier has a key per block of the host, and a router knows the blocks by the host's hashes.
     has_hashes = getattr(host, "hash_block_size", block_size) == block_size
-    return TierEvents(block_size) if config is not None and config.enable_kv_cache_events and has_hashes else None
+    return TierEvents(shape) if config is not None and config.enable_kv_cache_events and has_hashes else None

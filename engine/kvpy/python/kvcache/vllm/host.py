@@ -15,7 +15,7 @@ from .adapters import stamp_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -78,10 +78,22 @@ def _bytes(name: str, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """The shape of one rank's arena and of the engine's blocks."""
+class LayerGroup:
+    """Layers that share a table of blocks."""
 
-    num_layers: int
+    kind: str
+    """vLLM's name of the kind of their attention."""
+    window: int | None
+    """The number of tokens that a token of these layers sees, including itself; ``None`` for all of them."""
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of one rank's arenas and of the engine's blocks."""
+
+    groups: tuple[LayerGroup, ...]
+    """The groups of layers, in the order of vLLM's tables of blocks."""
     num_blocks: int
     block_size: int
     num_heads: int
@@ -92,28 +104,51 @@ class Geometry:
     """The number of host memory blocks for ordinary prompts. They are as large as the engine's."""
     question_tokens: int
     """The number of tokens of the longest prompt in which a question may choose."""
-    sliding: bool
+    no_chunks: str | None
+    """Why keys cannot be moved to other positions, so that there is only the tier for ordinary prompts; ``None`` if they
+    can."""
+
+    @property
+    def sliding(self) -> bool:
+        """True if vLLM frees blocks that a window has passed."""
+        return any(group.kind == "sliding_window" for group in self.groups)
+
+
+# The kinds of layers that are supported: vLLM's classes, and its names for them in events.
+KINDS = {"FullAttentionSpec": "full_attention", "SlidingWindowSpec": "sliding_window"}
+
+
+def _group_of(group: KVCacheGroupSpec) -> LayerGroup:
+    """Reads a group. Raises ``UnsupportedHostError`` if its layers are of an unknown kind."""
+    spec, kind = group.kv_cache_spec, type(group.kv_cache_spec).__name__
+    if kind not in KINDS:
+        # Without its hybrid manager, vLLM keeps the blocks of such layers like those of full attention.
+        local = kind == "ChunkedLocalAttentionSpec"
+        advice = "start vLLM with --disable-hybrid-kv-cache-manager" if local else "use a model with ordinary attention"
+        raise UnsupportedHostError(f"layers of the kind {kind} ({group.layer_names[0]}) are not supported; {advice}")
+    return LayerGroup(KINDS[kind], getattr(spec, "sliding_window", None), tuple(group.layer_names))
 
 
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Geometry:
-    """Reads the shape of vLLM's caches. Raises ``UnsupportedHostError`` if layers are of several kinds or of
-    an unknown kind.
+    """Reads the shape of vLLM's caches. Raises ``UnsupportedHostError`` for layers of an unknown kind, for groups whose
+    blocks have different shapes, and for unknown rotary embeddings unless there is a tier, which needs none.
     """
-    groups = kv_cache_config.kv_cache_groups
-    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
-    for kind in kinds:
-        if kind not in ("FullAttentionSpec", "SlidingWindowSpec"):
-            raise UnsupportedHostError(f"layers of the kind {kind} are not supported; use a model with ordinary attention")
-    if len(groups) != 1:
+    groups = tuple(map(_group_of, kv_cache_config.kv_cache_groups))
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not specs:
+        raise UnsupportedHostError("the model has no layers with keys and values; use a model with ordinary attention")
+    shapes = {(spec.block_size, spec.num_kv_heads, spec.head_size, str(spec.dtype)) for spec in specs}
+    if len(shapes) != 1:
+        described = "; ".join(f"{size} tokens, {heads} heads of {dim}, {dtype}" for size, heads, dim, dtype in sorted(shapes))
         raise UnsupportedHostError(
-            f"the model has layers of several kinds ({', '.join(kinds)}), and vLLM keeps a table of blocks for each of them; "
-            "start vLLM with --disable-hybrid-kv-cache-manager, which keeps the blocks of all attention layers alike"
+            f"the blocks of the model's kinds of layers have different shapes ({described}), but only blocks of one shape are "
+            "supported; use a model whose layers all have the same heads"
         )
-    (kind,), spec = kinds, groups[0].kv_cache_spec
+    spec = specs[0]
     dtype = str(spec.dtype).rsplit(".", 1)[-1]
     if dtype not in ("float32", "float16", "bfloat16"):
         raise UnsupportedHostError(f"keys and values are stored as {dtype}; use float32, float16 or bfloat16")
-    layers, width = len(groups[0].layer_names), 2 if dtype != "float32" else 4
+    layers, width = sum(len(group.layers) for group in groups), 2 if dtype != "float32" else 4
     row = 2 * layers * spec.num_kv_heads * spec.head_size * width
     ranks = vllm_config.parallel_config.tensor_parallel_size
     blocks = settings.host_memory // (row * settings.block_size * ranks)
@@ -124,8 +159,15 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
     prefix_block = row * spec.block_size * ranks
     if 0 < settings.prefix_memory < prefix_block:
         raise ValueError(f"prefix_memory of {settings.prefix_memory} bytes is less than one block, which takes {prefix_block} bytes")
+    try:
+        ropes_of(vllm_config.model_config.hf_text_config, vllm_config.model_config.max_model_len)
+        no_chunks = None
+    except UnsupportedHostError as error:
+        if settings.prefix_memory == 0:
+            raise
+        no_chunks = str(error)
     return Geometry(
-        num_layers=layers,
+        groups=groups,
         num_blocks=min(blocks, (1 << 32) - 1),
         block_size=settings.block_size,
         num_heads=spec.num_kv_heads,
@@ -134,18 +176,42 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
         engine_block_size=spec.block_size,
         prefix_blocks=min(settings.prefix_memory // prefix_block, (1 << 32) - 1),
         question_tokens=settings.question_memory // prefix_block * spec.block_size,
-        sliding=kind == "SlidingWindowSpec",
+        no_chunks=no_chunks,
     )
 
 
-def ropes_of(config: Any, positions: int) -> Ropes:
-    """Reads the rotary embeddings from a transformers configuration. Raises ``UnsupportedHostError`` for an
-    unknown family.
+def ropes_of(config: Any, positions: int, layers: list[int] | None = None) -> Ropes:
+    """Reads the rotary embeddings of all layers, or of ``layers``, from a transformers configuration. Raises
+    ``UnsupportedHostError`` for an unknown family.
     """
     try:
-        return Ropes(config.to_json_string(), positions)
+        return Ropes(config.to_json_string(), positions, layers)
     except KvCacheError as error:
         raise UnsupportedHostError(str(error)) from error
+
+
+# Decision: docs/decisions/vllm.md#the-tier-does-not-rotate-keys
+def ropes_for(vllm_config: VllmConfig, shape: Geometry, layers: list[int] | None = None) -> Ropes:
+    """Returns the rotary embeddings of all layers, or of ``layers``. If they are unknown, returns stand-ins for copies that
+    move no key."""
+    model = vllm_config.model_config
+    if shape.no_chunks is None:
+        return ropes_of(model.hf_text_config, model.max_model_len, layers)
+    count = len(layers) if layers is not None else sum(len(group.layers) for group in shape.groups)
+    stand_in = {
+        "model_type": "llama",
+        "vocab_size": 1,
+        "hidden_size": shape.head_dim,
+        "intermediate_size": 1,
+        "num_hidden_layers": count,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": model.max_model_len,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    return Ropes(json.dumps(stand_in), model.max_model_len)
 
 
 class Roots:
@@ -153,9 +219,10 @@ class Roots:
 
     def __init__(self, vllm_config: VllmConfig, shape: Geometry) -> None:
         model = vllm_config.model_config
-        described = [model.revision, model.hf_text_config.to_dict()]
+        groups = [(group.kind, group.window, group.layers) for group in shape.groups]
+        described = [model.revision, model.hf_text_config.to_dict(), groups]
         self.model, self.revision = model.model, json.dumps(described, default=str, sort_keys=True).encode()
-        self.ropes = ropes_of(model.hf_text_config, model.max_model_len)
+        self.ropes = ropes_for(vllm_config, shape)
         self.shape, self.ranks = shape, vllm_config.parallel_config.tensor_parallel_size
 
     def of(self, request: Request) -> bytes:

@@ -13,10 +13,28 @@ block, and the number of tokens. Tokens in a negative block are not written.
 """
 
 
+Tables = Sequence[list[int]]
+"""The blocks of a request for each group of layers."""
+
+Rows = tuple[Run, list[Run], int]
+"""Rows to copy: in host memory, in the blocks of each group of layers, and the distance to rotate keys by."""
+
+
 def run_of(block_ids: Sequence[int], block_size: int, first: int, count: int) -> Run:
     """Returns tokens ``first`` to ``first + count`` of ``block_ids``, with only the blocks that hold them."""
     start = first // block_size
     return list(block_ids[start : -(-(first + count) // block_size)]), first - start * block_size, count
+
+
+def runs_of(tables: Tables, block_size: int, first: int, count: int) -> list[Run]:
+    """Returns tokens ``first`` to ``first + count`` in the table of each group of layers."""
+    return [run_of(table, block_size, first, count) for table in tables]
+
+
+def writable(tables: Tables) -> list[list[int]]:
+    """Returns a request's tables with negative numbers for the blocks that a window has passed, which vLLM has given
+    to others. Block 0 stands for them in vLLM's tables."""
+    return [[block or -1 for block in table] for table in tables]
 
 
 @dataclass
@@ -39,8 +57,9 @@ class Again:
     key: bytes
     """Identifies the prompt and everything else that decides the question's choice."""
     rows: list[tuple[Run, Run, int]]
-    """The rows that the question chooses from, as in a ``Load``: those of all tokens before it, unchanged, to be
-    written to consecutive blocks. Empty without ``chosen``.
+    """The rows that the question chooses from: those of all tokens before it, unchanged, to be written to
+    consecutive blocks. Each entry has the rows in host memory, the rows to write, and the distance to rotate keys
+    by. Empty without ``chosen``.
     """
 
 
@@ -49,10 +68,10 @@ class Load:
     """Rows that a worker copies from the arena into a request's blocks."""
 
     request_id: str
-    rows: list[tuple[Run, Run, int]]
-    """Rows in the arena, rows in the request's blocks, and the distance to rotate keys by."""
+    rows: list[Rows]
+    """Rows in host memory, and where they go in the request's blocks."""
     block_ids: list[int]
-    """The blocks that are written. They are reported if the copy fails."""
+    """The blocks that are written at once. They are reported if the copy fails."""
     at_once: bool = False
     """True if the request runs in this step, after the copy."""
     again: Again | None = None
@@ -67,8 +86,8 @@ class Save:
 
     name: str
     """The encode or the block to save."""
-    rows: list[tuple[Run, Run]]
-    """Rows in host memory, and the rows in vLLM's blocks."""
+    rows: list[tuple[Run, list[Run]]]
+    """Rows in host memory, and the rows in vLLM's blocks of each group of layers."""
     of_prefix: bool = False
 
 

@@ -5,8 +5,9 @@
   vLLM finds fewer blocks of a prompt than the tier ──► the rest is copied in, in parallel with a step, as chunks are
 ```
 
-A block's key covers every token before it, the model, an adapter and the client's salt. Requests with chunks
-neither save nor find blocks here, because their attention, and so their bytes, differ.
+A block has the rows of all layers, also if vLLM keeps a table of blocks for each kind of layers. Its key covers every
+token before it, the model, an adapter and the client's salt. Requests with chunks neither save nor find blocks here,
+because their attention, and so their bytes, differ.
 
 A prompt is only found from its first block on. The pool therefore evicts the last block of a prompt first, a block
 is dropped if the block before it is gone, and whoever finds or adds to a prompt renews all of its blocks.
@@ -22,7 +23,7 @@ from kvcache import BlockPool, KvCacheError, prefix_keys
 
 from .events import TierEvents
 from .host import Geometry, Roots, Settings
-from .orders import Load, Save, run_of
+from .orders import Load, Save, Tables, runs_of, writable
 from .requests import BlockSaving, PrefixState, Saving, Tracked
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class NoPrefixes:
     def matched(self, tracked: Tracked, num_computed: int) -> tuple[int, bool]:
         return 0, False
 
-    def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
+    def load(self, tracked: Tracked, tables: Tables, count: int) -> Load:
         raise AssertionError("nothing was found that could be loaded")
 
     def saves(self, tracked: Tracked, count: int) -> Sequence[Saving]:
@@ -108,16 +109,15 @@ class Prefixes:
         state.first_found, state.found = num_computed, found
         return tokens, True
 
-    def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
+    def load(self, tracked: Tracked, tables: Tables, count: int) -> Load:
         """Returns the rows of the ``count`` tokens that were found."""
         state, size = tracked.prefix, self.block_size
         first, found = state.first_found, state.found.ids[state.first_found // size :]
         state.copied = count
-        # Block 0 stands for a block that vLLM freed because a window has passed it.
-        target = run_of([block or -1 for block in block_ids], size, first, count)
-        written = block_ids[first // size : (first + count) // size]
-        return Load(tracked.request.request_id, [((found, 0, len(found) * size), target, 0)], written, of_prefix=True)
+        rows = ((found, 0, len(found) * size), runs_of(writable(tables), size, first, count), 0)
+        return Load(tracked.request.request_id, [rows], [], of_prefix=True)
 
+    # Decision: docs/decisions/vllm.md#a-block-in-the-tier-has-the-rows-of-all-layers
     def saves(self, tracked: Tracked, count: int) -> list[Saving]:
         """Returns the blocks that the tier lacks and that this step, which computes ``count`` tokens,
         fills.
@@ -128,16 +128,17 @@ class Prefixes:
         saves = self.new_blocks(tracked, request.num_computed_tokens + count)
         if not saves:
             return []
-        (block_ids,) = self.host.kv_cache_manager.get_block_ids(request.request_id)
+        tables = self.host.kv_cache_manager.get_block_ids(request.request_id)
         kept, size = [], self.block_size
         for number, saving in enumerate(saves):
-            block = block_ids[saving.index]
-            if block == 0:
+            blocks = [table[saving.index] for table in tables]
+            if 0 in blocks:
                 # A window has passed it. Without it, the blocks after it would not be found.
                 for lost in saves[number:]:
                     self.lost(lost)
                 break
-            saving.order = Save(saving.name, [((saving.blocks.ids, 0, size), ([block], 0, size))], of_prefix=True)
+            rows = ((saving.blocks.ids, 0, size), [([block], 0, size) for block in blocks])
+            saving.order = Save(saving.name, [rows], of_prefix=True)
             kept.append(saving)
         return kept
 

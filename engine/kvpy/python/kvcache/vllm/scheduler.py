@@ -41,7 +41,7 @@ class ChunkScheduler:
         self.names, self.adapters = Names(), Adapters()
         self.chunks = Chunks(vllm_config, shape, settings, roots, self.names, self.host, self.requests)
         has_prefixes = shape.prefix_blocks > 0
-        events = tier_events(vllm_config, self.host, shape.engine_block_size)
+        events = tier_events(vllm_config, self.host, shape)
         self.prefixes = Prefixes(shape, settings, roots, self.host, events) if has_prefixes else NoPrefixes()
 
     def on_new_request(self, request: Request) -> None:
@@ -76,9 +76,8 @@ class ChunkScheduler:
             tracked.awaits_step = False
             self._let_go(tracked)
             return
-        (block_ids,) = blocks.get_block_ids()
         owner = self.prefixes if tracked.chunks is None else self.chunks
-        load = owner.load(tracked, block_ids, num_external)
+        load = owner.load(tracked, blocks.get_block_ids(), num_external)
         tracked.is_receiving |= not load.at_once
         self.loads.append(load)
 
@@ -129,8 +128,8 @@ class ChunkScheduler:
                 self.prefixes.bar(tracked)
                 continue
             # vLLM has cached the blocks under the chunks' salt, and is about to write something else to them.
-            (block_ids,) = self.host.kv_cache_manager.get_block_ids(name)
-            self.host.kv_cache_manager.evict_blocks(set(block_ids))
+            for table in self.host.kv_cache_manager.get_block_ids(name):
+                self.host.kv_cache_manager.evict_blocks(set(table))
             reason = "the chunks could not be copied: see the log of the worker"
             self.chunks.go_without(tracked, reason, after_chunks=True)
 

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvcache import Arena
-
-from .host import Geometry, UnsupportedHostError, caller_of, ropes_of
+from .arenas import Arenas, GroupCache
+from .host import Geometry, LayerGroup, UnsupportedHostError, caller_of, ropes_for
 from .layout import arena_device, block_size_of, device_of, foreign_cache, place_of
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.kvcache")
 
@@ -24,14 +22,15 @@ logger = init_logger("vllm.kvcache")
 class ChunkWorker:
     """Carries out a rank's orders and reports on them."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: Geometry) -> None:
+    def __init__(self, vllm_config: VllmConfig, shape: Geometry) -> None:
         self.config = vllm_config
-        self.layers = list(kv_cache_config.kv_cache_groups[0].layer_names)
-        model = vllm_config.model_config
-        self.ropes = ropes_of(model.hf_text_config, model.max_model_len)
-        if self.ropes.num_layers != len(self.layers):
+        own = {name for group in shape.groups for name in group.layers}
+        # vLLM creates layers in the model's order.
+        self.layers = [name for name in vllm_config.compilation_config.static_forward_context if name in own]
+        expected = vllm_config.model_config.hf_text_config.to_dict()["num_hidden_layers"]
+        if expected != len(self.layers):
             raise UnsupportedHostError(
-                f"this rank has {len(self.layers)} of the model's {self.ropes.num_layers} layers; pipelines and draft models are not supported"
+                f"this rank has {len(self.layers)} of the model's {expected} layers; pipelines and draft models are not supported"
             )
         self.shape = shape
         self.block_size = shape.engine_block_size
@@ -39,7 +38,6 @@ class ChunkWorker:
         """Chunks."""
         self.prefixes: Any = None
         """Blocks of ordinary prompts, as large as the engine's."""
-        self.cache: Any = None
         self.recomputer: Any = None
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
         self.loading: dict[str, Future[None]] = {}
@@ -58,35 +56,34 @@ class ChunkWorker:
         from .recompute import Recomputer
 
         runner = caller_of(GPUModelRunner, "the runner of the model")
-        self.cache, order = foreign_cache(self.config, self.layers, kv_caches)
         tensors = [kv_caches[name] for name in self.layers]
         shape, self.place, size = self.shape, place_of(tensors[0]), block_size_of(tensors[0])
-        device = arena_device(device_of(tensors[0]))
         if size != self.block_size:
             raise UnsupportedHostError(
                 f"the kernels use blocks of {size} tokens, but vLLM uses {self.block_size}; set --block-size {size}"
             )
-
-        def arena(num_blocks: int, block_size: int) -> Arena:
-            return Arena(
-                num_layers=shape.num_layers,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                num_heads=shape.num_heads,
-                head_dim=shape.head_dim,
-                dtype_name=shape.dtype,
-                device=device,
-                memory="host",
-            )
-
-        self.arena = arena(shape.num_blocks, shape.block_size)
+        orders, groups = zip(*(self._group(group, kv_caches) for group in shape.groups))
+        self.arena = chunks = Arenas(groups, shape.num_blocks, shape.block_size)
         if shape.prefix_blocks > 0:
-            self.prefixes = arena(shape.prefix_blocks, shape.engine_block_size)
+            self.prefixes = Arenas(groups, shape.prefix_blocks, shape.engine_block_size)
+        # A model whose tokens can be recomputed has one group.
+        self.recomputer = Recomputer(self.config, runner, self.layers, tensors, orders[0], self.block_size, chunks.load_first)
 
-        def load(cache: Any, rows: list[Any]) -> None:
-            self.arena.load(cache, rows, self.ropes)
-
-        self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size, load)
+    def _group(self, group: LayerGroup, kv_caches: dict[str, torch.Tensor]) -> tuple[str, GroupCache]:
+        """Returns the name of the layout of a group's cache, and the cache."""
+        places = [place for place, name in enumerate(self.layers) if name in group.layers]
+        names = [self.layers[place] for place in places]
+        cache, order = foreign_cache(self.config, names, kv_caches)
+        shape = self.shape
+        return order, GroupCache(
+            cache=cache,
+            ropes=ropes_for(self.config, shape, places),
+            num_layers=len(places),
+            num_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            device=arena_device(device_of(kv_caches[names[0]])),
+        )
 
     def forget(self) -> None:
         """Forgets what questions chose."""
@@ -126,13 +123,13 @@ class ChunkWorker:
 
     def _load_in_parallel(self, event: Any, load: Any) -> None:
         self._wait(event)
-        (self.prefixes if load.of_prefix else self.arena).load(self.cache, load.rows, self.ropes)
+        (self.prefixes if load.of_prefix else self.arena).load(load.rows)
 
     def _load_at_once(self, load: Any) -> None:
         """Copies the rows of a request that runs in this step."""
         failure: Exception | None = None
         try:
-            self.arena.load(self.cache, load.rows, self.ropes)
+            self.arena.load(load.rows)
         except Exception as error:
             failure = error
         try:
@@ -158,8 +155,8 @@ class ChunkWorker:
         for save in saves:
             arena = self.prefixes if save.of_prefix else self.arena
             try:
-                for to, rows in save.rows:
-                    arena.save(self.cache, to, rows)
+                for to, sources in save.rows:
+                    arena.save(to, sources)
                 self.just_saved.append(save.name)
             except Exception as error:
                 logger.error("%s could not be copied to host memory: %s", save.name, error)

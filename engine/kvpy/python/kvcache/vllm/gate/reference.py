@@ -18,14 +18,24 @@ def load(path: str):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def windowed(model, count: int) -> torch.Tensor:
-    """Returns the causal mask of one pass, with the model's sliding window."""
-    mask = torch.ones(count, count, dtype=torch.bool).tril()
-    window = getattr(model.config, "sliding_window", None)
-    if window:
-        places = torch.arange(count)
-        mask &= places[:, None] - places[None] < window
-    return mask
+def causal(start: int, count: int) -> torch.Tensor:
+    """Returns the mask of ``count`` tokens from ``start`` on: a row for each of them, True for the tokens that it sees."""
+    return torch.ones(start + count, start + count, dtype=torch.bool).tril()[start:]
+
+
+def masks(model, mask: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Returns a mask of a pass over a model's last tokens as the model takes it, with its sliding window: one mask, or one
+    for each kind of layer."""
+    window, kinds = getattr(model.config, "sliding_window", None), set(getattr(model.config, "layer_types", None) or ())
+    count, total = mask.shape
+    places = torch.arange(total)
+    near = places[total - count :, None] - places[None] < (window or total)
+
+    def additive(mask: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+    of_kind = {kind: additive(mask if kind == "full_attention" else mask & near) for kind in kinds}
+    return of_kind if len(kinds) > 1 else next(iter(of_kind.values()), additive(mask & near))
 
 
 @torch.no_grad()
@@ -33,7 +43,7 @@ def rest(model, cache: DynamicCache, start: int, tokens: list[int], mask: torch.
     """Runs tokens after a cache, at positions starting at ``start``. Returns their log-probabilities."""
     positions = torch.arange(start, start + len(tokens))[None]
     ids = torch.tensor([tokens])
-    out = model(ids, past_key_values=cache, position_ids=positions, use_cache=True, attention_mask=mask)
+    out = model(ids, past_key_values=cache, position_ids=positions, use_cache=True, attention_mask=masks(model, mask))
     return torch.log_softmax(out.logits[0].double(), -1)
 
 
@@ -48,19 +58,14 @@ def visible(parts: list[int], question: int, mode: str) -> torch.Tensor:
     return mask
 
 
-def additive(mask: torch.Tensor) -> torch.Tensor:
-    return torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None]
-
-
 @torch.no_grad()
 def alone(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
     """Returns greedy tokens and log-probabilities with a mask under which chunks attend only to
     themselves.
     """
     tokens = [t for part in parts for t in part] + question
-    mask = visible([len(p) for p in parts], len(question), "alone") & windowed(model, len(tokens))
     cache = DynamicCache()
-    logs = rest(model, cache, 0, tokens, additive(mask))
+    logs = rest(model, cache, 0, tokens, visible([len(p) for p in parts], len(question), "alone"))
     return continued(model, cache, len(tokens), logs[-1], count)
 
 
@@ -69,7 +74,7 @@ def plain(model, parts: list[list[int]], question: list[int], count: int) -> Ans
     """Returns greedy tokens and log-probabilities under ordinary attention."""
     tokens = [t for part in parts for t in part] + question
     cache = DynamicCache()
-    logs = rest(model, cache, 0, tokens, additive(windowed(model, len(tokens))))
+    logs = rest(model, cache, 0, tokens, causal(0, len(tokens)))
     return continued(model, cache, len(tokens), logs[-1], count)
 
 
@@ -77,7 +82,7 @@ def plain(model, parts: list[list[int]], question: list[int], count: int) -> Ans
 def first(model, parts: list[list[int]], question: list[int]) -> torch.Tensor:
     """Returns the log-probabilities of the first token under ordinary attention."""
     tokens = [t for part in parts for t in part] + question
-    return rest(model, DynamicCache(), 0, tokens, additive(windowed(model, len(tokens))))[-1]
+    return rest(model, DynamicCache(), 0, tokens, causal(0, len(tokens)))[-1]
 
 
 @torch.no_grad()
@@ -86,7 +91,6 @@ def continued(model, cache, length: int, last: torch.Tensor, count: int) -> Answ
     log-probabilities.
     """
     tokens, logprobs, margins = [], [], []
-    window = getattr(model.config, "sliding_window", None)
     for _ in range(count):
         best, second = last.topk(2).values.tolist()
         tokens.append(int(last.argmax()))
@@ -94,11 +98,18 @@ def continued(model, cache, length: int, last: torch.Tensor, count: int) -> Answ
         margins.append(best - second)
         if len(tokens) == count:
             break
-        seen = torch.ones(1, length + len(tokens), dtype=torch.bool)
-        if window:
-            seen[0, : max(0, length + len(tokens) - window)] = False
-        last = rest(model, cache, length + len(tokens) - 1, tokens[-1:], additive(seen))[-1]
+        last = rest(model, cache, length + len(tokens) - 1, tokens[-1:], causal(length + len(tokens) - 1, 1))[-1]
     return Answer(tokens, logprobs, margins)
+
+
+def turn(model, layer: int, distance: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the cosines and sines by which a layer's keys are rotated when they move by ``distance`` positions."""
+    rotary, probe = model.base_model.rotary_emb, torch.zeros(1, 1, 1)
+    # A model with several kinds of layers can have an embedding for each of them.
+    kind = [model.config.layer_types[layer]] if hasattr(rotary, "layer_types") else []
+    factor = float(getattr(rotary, "".join([*(f"{one}_" for one in kind), "attention_scaling"])))
+    cos, sin = rotary(probe, torch.tensor([[distance]]), *kind)
+    return cos[0, 0] / factor, sin[0, 0] / factor
 
 
 def moved(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -116,19 +127,15 @@ def after(model, before: list[int], parts: list[list[int]], question: list[int],
     """
     system = parts[0]
     merged = DynamicCache()
-    rest(model, merged, 0, system, additive(windowed(model, len(system))))
-    rotary, start = model.base_model.rotary_emb, len(system)
-    probe = torch.zeros(1, 1, 1)
+    rest(model, merged, 0, system, causal(0, len(system)))
+    start = len(system)
     for chunk in parts[1:]:
         own = DynamicCache()
         both = [*before, *chunk]
-        rest(model, own, 0, both, additive(windowed(model, len(both))))
-        cos, sin = rotary(probe, torch.tensor([[start - len(before)]]))
-        factor = float(rotary.attention_scaling)
-        cos, sin = cos[0, 0] / factor, sin[0, 0] / factor
+        rest(model, own, 0, both, causal(0, len(both)))
         for layer, kept in enumerate(own.layers):
             keys, values = kept.keys[:, :, len(before) :], kept.values[:, :, len(before) :]
-            merged.update(moved(keys, cos, sin), values, layer)
+            merged.update(moved(keys, *turn(model, layer, start - len(before))), values, layer)
         start += len(chunk)
-    logs = rest(model, merged, start, question, additive(windowed(model, start + len(question))[start:]))
+    logs = rest(model, merged, start, question, causal(start, len(question)))
     return continued(model, merged, start + len(question), logs[-1], count)
