@@ -188,12 +188,14 @@ class Engine(SchedulerInterface):
         lora: Any = None,
         has_events: bool = False,
         positions: int = 512,
+        path: str = "small",
         **settings: Any,
     ) -> None:
         spec = {"kind": "FullAttentionSpec", "dtype": "torch.float32", "num_kv_heads": 1, "head_size": 32, "block_size": SIZE}
         extra = {"host_memory": 4096 * ROW, "block_size": SIZE, **settings}
         model = {**MODEL, "max_position_embeddings": positions}
         described = {"model": model, "max_model_len": positions, "extra_config": extra, "layers": ["one"], "spec": spec, "num_blocks": blocks}
+        described["path"] = path
         config, caches = configs(described, 1)
         config.lora_config = lora
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=has_events)
@@ -239,7 +241,7 @@ class Engine(SchedulerInterface):
         for name in ("arena", "prefixes"):
             arena = getattr(self.worker._worker, name)
             if arena is not None:
-                setattr(self.worker._worker, name, SimpleNamespace(load=self._breakable(arena.load), save=arena.save))
+                setattr(self.worker._worker, name, SimpleNamespace(load=self._breakable(arena.load), save=arena.save, own=arena))
 
     def _breakable(self, load: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
@@ -252,6 +254,14 @@ class Engine(SchedulerInterface):
     @property
     def side(self) -> Any:
         return self.connector._scheduler
+
+    @property
+    def disk(self) -> Any:
+        return self.worker._worker.disk
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.worker.shutdown()
 
     # Clients.
 

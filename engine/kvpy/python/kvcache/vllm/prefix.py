@@ -18,11 +18,13 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcache import BlockPool, KvCacheError, prefix_keys
+from kvcache import BlockPool, KvCacheError, MutableBlocks, prefix_keys
 
+from .disk.asks import Asks
+from .disk.prefixes import PrefixDisk
 from .events import TierEvents
 from .host import Geometry, Roots, Settings
-from .orders import Load, Save, run_of
+from .orders import Load, Record, Save, run_of
 from .requests import BlockSaving, PrefixState, Saving, Tracked
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ class NoPrefixes:
     def saves(self, tracked: Tracked, count: int) -> Sequence[Saving]:
         return ()
 
+    def records(self, saving: Saving) -> list[Record]:
+        return []
+
     def take_events(self) -> Iterable[Any]:
         return ()
 
@@ -62,7 +67,10 @@ class NoPrefixes:
 class Prefixes:
     """The blocks in host memory: the requests that find them, and the blocks being saved."""
 
-    def __init__(self, shape: Geometry, settings: Settings, roots: Roots, host: Any, events: TierEvents | None) -> None:
+    def __init__(
+        self, shape: Geometry, settings: Settings, roots: Roots, host: Any, events: TierEvents | None, asks: Asks | None = None
+    ) -> None:
+        self.disk = PrefixDisk(self, asks) if asks is not None else None
         # Each step can store and evict every block once.
         kept_events = 4 * shape.prefix_blocks if events is not None else 0
         self.pool = BlockPool(shape.prefix_blocks, policy=settings.cache_policy, chains=True, events=kept_events)
@@ -88,7 +96,7 @@ class Prefixes:
             state.keys += prefix_keys(parent, list(request.all_token_ids[done * size : wanted * size]), size)
         return state.keys[:wanted]
 
-    def matched(self, tracked: Tracked, num_computed: int) -> tuple[int, bool]:
+    def matched(self, tracked: Tracked, num_computed: int) -> tuple[int | None, bool]:
         """Holds the blocks after the first ``num_computed`` tokens, which vLLM has. Returns the answer to
         vLLM."""
         if not tracked.is_plain():
@@ -100,7 +108,10 @@ class Prefixes:
         if state.is_barred:
             return 0, False
         # At least one token is left to compute. The whole prompt is renewed, also the blocks that vLLM has.
-        found = self.pool.lookup(self._keys(request, state, request.num_tokens - 1))
+        keys = self._keys(request, state, request.num_tokens - 1)
+        found = self.pool.lookup(keys)
+        if self.disk is not None and self.disk.waits(request, state, keys, found, num_computed):
+            return None, False
         tokens = len(found) * self.block_size - num_computed
         if tokens <= 0:
             found.release()
@@ -141,6 +152,22 @@ class Prefixes:
             kept.append(saving)
         return kept
 
+    def records(self, saving: BlockSaving) -> list[Record]:
+        """Returns a block that is being saved as a record for the disk."""
+        return self.disk.records(saving) if self.disk is not None else []
+
+    def note(self, request: Request, keys: list[bytes], first: int) -> None:
+        """Notes the blocks, from index ``first`` of a request on, that are on their way to host memory."""
+        if self.events is not None:
+            for index, key in enumerate(keys, start=first):
+                self.events.note(key, request, index)
+
+    def drop(self, key: bytes, room: MutableBlocks) -> None:
+        """Frees memory for a block that has not come."""
+        room.release()
+        if self.events is not None:
+            self.events.drop(key)
+
     def new_blocks(self, tracked: Tracked, tokens: int) -> list[BlockSaving]:
         """Reserves memory for the full blocks of a request's first ``tokens`` tokens that the tier lacks.
         """
@@ -162,11 +189,11 @@ class Prefixes:
                     # the next step offers it again.
                     break
                 parent = keys[index - 1] if index else None
-                saving = BlockSaving(f"{SAVE}{next(self.numbers)}", self, room, parent, key, index, before)
+                tokens_of = list(request.all_token_ids[index * self.block_size : (index + 1) * self.block_size])
+                saving = BlockSaving(f"{SAVE}{next(self.numbers)}", self, room, parent, key, index, tokens_of, before)
                 self.saving[key] = saving
                 new.append(saving)
-                if self.events is not None:
-                    self.events.note(key, request, index)
+                self.note(request, [key], index)
             state.offered = index + 1
         if not new:
             before.release()
@@ -181,19 +208,14 @@ class Prefixes:
     def stored(self, saving: BlockSaving) -> None:
         del self.saving[saving.key]
         if saving.parent is not None and not self.pool.cached_prefix([saving.parent]):
-            self._drop(saving)
+            self.drop(saving.key, saving.blocks)
             return
         saving.blocks.register([saving.key], saving.parent).release()
         self.blocks_saved += 1
 
     def lost(self, saving: BlockSaving) -> None:
         del self.saving[saving.key]
-        self._drop(saving)
-
-    def _drop(self, saving: BlockSaving) -> None:
-        saving.blocks.release()
-        if self.events is not None:
-            self.events.drop(saving.key)
+        self.drop(saving.key, saving.blocks)
 
     def take_events(self) -> Iterable[Any]:
         """Returns vLLM's events since the last call."""
@@ -215,6 +237,8 @@ class Prefixes:
         for saving in list(self.saving.values()):
             self.lost(saving)
             saving.before.release()
+        if self.disk is not None:
+            self.disk.reset()
         self.pool.clear_cached()
 
     def counts(self) -> tuple[dict[str, int], dict[str, float]]:
