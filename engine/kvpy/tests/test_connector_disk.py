@@ -599,13 +599,14 @@ def test_memory_is_not_overwritten_while_it_is_copied(disk: Disk) -> None:
             return blocks.store(*args, **rest)
 
     engine.disk.blocks[False] = Late()
+    lengths = [LENGTHS, LENGTHS[::-1]]
     for number in range(6):
-        disk.ask(engine, prompt(LENGTHS, first=10 + 30 * number), chunk_lengths=LENGTHS)
+        disk.ask(engine, prompt(lengths[number % 2], first=10 + 30 * number), chunk_lengths=lengths[number % 2])
     settle(engine)
     assert usage(engine, "stores_dropped")[0] > 0, "what was not copied in time is not stored"
     engine = disk.restart()
     for number in range(6):
-        disk.ask(engine, prompt(LENGTHS, first=10 + 30 * number), chunk_lengths=LENGTHS)
+        disk.ask(engine, prompt(lengths[number % 2], first=10 + 30 * number), chunk_lengths=lengths[number % 2])
     assert usage(engine, "hits")[0] > 0
 
 
