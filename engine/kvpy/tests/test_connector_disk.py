@@ -298,6 +298,8 @@ def test_each_part_that_is_computed_has_a_reason(disk: Disk) -> None:
     engine = disk.restart(disk_limit="1200KiB", host_memory=14 * SIZE * ROW)
     for number in range(80):
         disk.ask(engine, prompt(LENGTHS, first=20 + 10 * number), chunk_lengths=LENGTHS)
+        # Host memory is small, so what is not copied in time is not stored.
+        settle(engine)
     assert usage(engine, "evicted")[0] > 0
     assert set(missed(disk.ask(engine, prompt(LENGTHS, first=20), chunk_lengths=LENGTHS)).values()) == {"evicted"}
 
@@ -381,6 +383,7 @@ def test_a_reset_forgets_what_was_on_the_disk_for_good(disk: Disk) -> None:
     disk.ask(engine, plain)
     assert engine.side.prefixes.tokens_found == 0
     # What the new weights computed is found by them, and not by the next process, which loads the old ones.
+    settle(engine)
     engine.side.chunks.cache.clear_cache()
     engine.kv_cache_manager.reset()
     assert reused(disk.ask(engine, tokens, chunk_lengths=LENGTHS)) == 90
@@ -803,3 +806,38 @@ def test_native_records_check_their_arguments(disk: Disk) -> None:
     with pytest.raises(RuntimeError, match="closed; open the folder again"):
         blocks.peek(b"a")
     assert isinstance(engine.disk.slab, Slab)
+
+
+def found_of(disk: Disk, engine: Engine, tokens: list[int], **more: Any) -> dict[str, Any] | None:
+    """Asks an ordinary prompt for a report, when the engine itself has nothing."""
+    engine.kv_cache_manager.reset()
+    name = f"report-{disk.asked}"
+    disk.asked += 1
+    engine.ask(name, tokens, **{"prefix_report": True, **more})
+    engine.run()
+    got, said = engine.answers[name]
+    assert got == ROOMY.answer(tokens, 2, context(engine.weights, None, {}), None)
+    return said
+
+
+def test_an_ordinary_prompt_says_what_was_found_and_why_the_rest_was_not(disk: Disk) -> None:
+    tokens = list(range(10, 10 + 5 * SIZE + 1))
+    engine = disk.start(prefix_memory=8 * SIZE * ROW)
+    assert found_of(disk, engine, tokens) == {"prefix_tokens_found": 0, "prefix_missed": "new"}
+    assert found_of(disk, engine, tokens) == {"prefix_tokens_found": 40}
+    assert found_of(disk, engine, [*tokens[:20], *range(300, 330)]) == {"prefix_tokens_found": 16, "prefix_missed": "new"}
+    assert found_of(disk, engine, tokens, prefix_report=False) is None
+    engine = disk.restart()
+    assert found_of(disk, engine, [*tokens, *range(400, 430)]) == {"prefix_tokens_found": 40, "prefix_missed": "new"}
+    disk.stop()
+    whole, page = bytearray(disk.file.read_bytes()), 4096
+    for at in range(0, len(whole), page):
+        if whole.startswith(b"KVRECORD", at):
+            whole[at + page + 900] ^= 8
+    disk.file.write_bytes(whole)
+    assert found_of(disk, disk.start(), tokens) == {"prefix_tokens_found": 0, "prefix_missed": "damaged"}
+    engine = Engine(disk.monkeypatch, prefix_memory=6 * SIZE * ROW)
+    found_of(disk, engine, tokens)
+    found_of(disk, engine, list(range(300, 345)))
+    said = found_of(disk, engine, tokens)
+    assert said is not None and said["prefix_missed"] == "evicted"

@@ -24,6 +24,7 @@ from .disk.asks import Asks
 from .disk.prefixes import PrefixDisk
 from .events import TierEvents
 from .host import Geometry, Roots, Settings
+from .missed import Known, combined
 from .orders import Load, Record, Save, run_of
 from .requests import BlockSaving, PrefixState, Saving, Tracked
 
@@ -47,6 +48,9 @@ class NoPrefixes:
 
     def records(self, saving: Saving) -> list[Record]:
         return []
+
+    def ended(self, tracked: Tracked) -> dict[str, Any] | None:
+        return None
 
     def take_events(self) -> Iterable[Any]:
         return ()
@@ -77,6 +81,7 @@ class Prefixes:
         self.events = events
         self.block_size = shape.engine_block_size
         self.roots, self.host = roots, host
+        self.known = Known()
         self.saving: dict[bytes, BlockSaving] = {}
         """Blocks that are being saved to host memory, by key."""
         self.numbers = itertools.count()
@@ -112,12 +117,29 @@ class Prefixes:
         found = self.pool.lookup(keys)
         if self.disk is not None and self.disk.waits(request, state, keys, found, num_computed):
             return None, False
+        self._note_report(state, keys, len(found), num_computed)
         tokens = len(found) * self.block_size - num_computed
         if tokens <= 0:
             found.release()
             return 0, False
         state.first_found, state.found = num_computed, found
         return tokens, True
+
+    def _note_report(self, state: PrefixState, keys: list[bytes], found: int, num_computed: int) -> None:
+        """Notes what was found for a request when it was looked up first."""
+        if state.report is not None:
+            return
+        own, missing = num_computed // self.block_size, max(found, num_computed // self.block_size)
+        state.report = {"prefix_tokens_found": max(0, found - own) * self.block_size}
+        if missing < len(keys):
+            host = self.known.why_absent(keys[missing], [], is_public=False)
+            state.report["prefix_missed"] = combined(host, state.fetch.reason if state.fetch is not None else None)
+
+    def ended(self, tracked: Tracked) -> dict[str, Any] | None:
+        """Returns what the answer of an ordinary request says about its blocks, if the request asks for that."""
+        params, state = tracked.request.kv_transfer_params, tracked.prefix
+        is_asked = isinstance(params, dict) and params.get("prefix_report") is True
+        return state.report if is_asked and state is not None and tracked.is_plain() else None
 
     def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
         """Returns the rows of the ``count`` tokens that were found."""
@@ -211,6 +233,7 @@ class Prefixes:
             self.drop(saving.key, saving.blocks)
             return
         saving.blocks.register([saving.key], saving.parent).release()
+        self.known.stored(saving.key, [], is_public=False)
         self.blocks_saved += 1
 
     def lost(self, saving: BlockSaving) -> None:
@@ -237,6 +260,7 @@ class Prefixes:
         for saving in list(self.saving.values()):
             self.lost(saving)
             saving.before.release()
+        self.known.reset()
         if self.disk is not None:
             self.disk.reset()
         self.pool.clear_cached()

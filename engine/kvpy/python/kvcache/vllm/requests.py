@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache import ChunkReservation, ChunkWaiter, MutableBlocks, PieceHold, SharedBlocks
 
@@ -204,6 +204,8 @@ class PrefixState:
     """The number of tokens that are being copied."""
     fetch: PrefixFetch | None = None
     """What the disk is asked for."""
+    report: dict[str, Any] | None = None
+    """What was found when the request was looked up first, and why the rest was not."""
     is_barred: bool = False
     """True if the request's blocks could not be copied in, so it is computed instead."""
 

@@ -179,7 +179,7 @@ class ChunkScheduler:
         tracked.has_ended = True
         if not tracked.is_receiving:
             self._forget(tracked)
-        return self.chunks.ended(tracked, was_answered=was_answered(request))
+        return self.chunks.ended(tracked, was_answered=was_answered(request)) or self.prefixes.ended(tracked)
 
     def _let_go(self, tracked: Tracked) -> None:
         """Ends the holds of a request whose rows are in vLLM's blocks. After a preemption, vLLM asks again."""

@@ -48,16 +48,14 @@ class PrefixFetch:
     answers: dict[int, str | None] = field(default_factory=dict)
     room: list[MutableBlocks] = field(default_factory=list)
     """The memory for the blocks that are being loaded."""
+    reason: str | None = None
+    """Why the first block that the disk did not deliver was not delivered."""
     before: SharedBlocks | None = None
     """The blocks before them, which stay until the blocks are registered."""
 
     def count(self) -> int:
         """Returns how many of the first blocks have been answered with yes."""
         return next((number for number in range(len(self.keys)) if self.answers.get(number, "") is not None), len(self.keys))
-
-    def missed(self) -> str | None:
-        """Returns why the first block that the disk did not deliver was not delivered."""
-        return self.answers.get(self.count())
 
     def release(self) -> None:
         for room in self.room:
@@ -116,6 +114,7 @@ class PrefixDisk:
         self.asks.ask(records, answered)
 
     def _answered(self, fetch: PrefixFetch) -> None:
+        fetch.reason = fetch.answers.get(fetch.count()) or fetch.reason
         if fetch.phase == Phase.ASKED:
             fetch.phase = Phase.LISTED
         elif fetch.phase == Phase.LOADING:
