@@ -93,10 +93,10 @@ class DiskChecks(Checks):
 
     def restarted(self, folder: Path, ranks: int) -> None:
         host = DiskHost(self.path, folder, ranks=ranks)
+        self.plain(host, [0, 1, 2], "computed", False)
         for mode, recompute in self.settings():
             for order in ORDERS:
                 self.ask(host, order, mode, "computed", None, recompute)
-        self.plain(host, [0, 1, 2], "computed", False)
         if ranks == 1:
             self.say("nothing stays held", host.disk_held())
         host.close()

@@ -43,20 +43,19 @@ class Asks:
         return taken
 
     def answer(self, answers: Answers) -> None:
-        """Takes the answers of some workers."""
-        self.sums = merged(self.sums, answers)
+        """Takes the answers of some workers. Nobody waits for those to questions before a reset."""
+        self.sums = merged(self.sums, {name: one for name, one in answers.items() if name in self.under_way})
         for name in answers:
             ask = self.under_way.get(name)
+            if ask is None:
+                continue
             done = {number: reason for number, (count, reason) in self.sums[name].items() if count >= self.ranks}
             for number, reason in done.items():
                 del self.sums[name][number]
-                if ask is not None and number in ask.left:
-                    ask.left.discard(number)
-                    ask.answered(number, reason)
-            if not self.sums[name]:
-                del self.sums[name]
-            if ask is not None and not ask.left:
-                self.under_way.pop(name, None)
+                ask.left.discard(number)
+                ask.answered(number, reason)
+            if not ask.left:
+                del self.sums[name], self.under_way[name]
 
     def reset(self) -> None:
         """Forgets all questions. Nobody waits for their answers any more."""

@@ -105,6 +105,7 @@ class DiskStore:
             self.stores.extend((record, self.seconds_per_token * len(record.tokens)) for record in records)
             self.changed.notify_all()
 
+    # Decision: docs/decisions/vllm.md#host-memory-is-copied-for-the-disk-by-a-thread
     def claim(self, blocks: Iterable[int], *, of_prefix: bool) -> None:
         """Must be called before blocks of host memory are overwritten. What is not copied by then is not stored."""
         claimed = {(of_prefix, block) for block in blocks}
