@@ -118,6 +118,13 @@ impl SlabBlocks {
         })
     }
 
+    /// Makes records the last ones to leave, in this order. Does not read the disk.
+    fn touch(&self, py: Python<'_>, names: Vec<Vec<u8>>) -> PyResult<usize> {
+        let slab = self.slab.get().slab()?;
+        let keys = || names.iter().map(|name| self.id(name, &[], 0).key).collect::<Vec<_>>();
+        Ok(py.detach(|| slab.touch(&keys())))
+    }
+
     /// Starts to load a record, without waiting for the disk.
     fn begin_load(&self, py: Python<'_>, name: &[u8], tokens: Vec<u32>, start: i64) -> PyResult<SlabLoad> {
         let slab = self.slab.get().slab()?;

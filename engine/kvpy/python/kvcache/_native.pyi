@@ -840,6 +840,9 @@ class SlabBlocks:
     ) -> Literal["queued", "known", "dropped"]:
         """Copies blocks and queues them to be written, without waiting for the disk."""
 
+    def touch(self, names: Sequence[bytes]) -> int:
+        """Makes records the last ones to leave, in this order. Does not read the disk."""
+
     def begin_load(self, name: bytes, tokens: Sequence[int], start: int) -> SlabLoad:
         """Starts to load a record, without waiting for the disk."""
 

@@ -12,6 +12,8 @@ the workers copy.
   matched: None (parked) ── encode computed ── rows saved ── stored and handed over
 ```
 
+With a disk, an encode first asks it for the missing pieces, and computes what the disk lacks.
+
 A request with chunks gets its own salt, which keeps vLLM's prefix cache from giving its blocks to another
 kind of request. ``pieces.py`` bounds every wait. A request that waits in vain goes on without chunks.
 """
@@ -358,6 +360,8 @@ class Chunks:
         first = end - count
         # Block 0 stands for a block that vLLM freed because a window has passed it.
         rows = self._rows(state, first, [block or -1 for block in block_ids])
+        if self.asks is not None:
+            self.asks.use([hold.chunk_hash.hash_bytes for _, hold in state.held()], of_prefix=False)
         at_once = state.plan.recompute != "none"
         again = self._again(request, state, first, block_ids)
         return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once, again)

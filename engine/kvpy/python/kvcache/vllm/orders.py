@@ -105,6 +105,9 @@ class DiskOrders:
     saves: dict[str, list[Record]]
     """The records of the rows that this step saves to host memory, by the name of the save."""
     fetches: list[Fetch]
+    used: list[tuple[bool, list[bytes]]]
+    """Keys of records that were found in host memory, which therefore leave the disk last. Each list comes with whether it
+    is of an ordinary prompt, and is in the order in which the records may leave."""
     tokens: int
     """The number of tokens that this step computes."""
 

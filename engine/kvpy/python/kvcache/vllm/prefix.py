@@ -8,6 +8,8 @@
 A block's key covers every token before it, the model, an adapter and the client's salt. Requests with chunks
 neither save nor find blocks here, because their attention, and so their bytes, differ.
 
+With a disk, a request that is looked up first asks it for the blocks that host memory lacks.
+
 A prompt is only found from its first block on. The pool therefore evicts the last block of a prompt first, a block
 is dropped if the block before it is gone, and whoever finds or adds to a prompt renews all of its blocks.
 """
@@ -117,6 +119,9 @@ class Prefixes:
         found = self.pool.lookup(keys)
         if self.disk is not None and self.disk.waits(request, state, keys, found, num_computed):
             return None, False
+        if self.disk is not None:
+            # The beginning leaves last.
+            self.disk.asks.use(keys[: len(found)][::-1], of_prefix=True)
         self._note_report(state, keys, len(found), num_computed)
         tokens = len(found) * self.block_size - num_computed
         if tokens <= 0:

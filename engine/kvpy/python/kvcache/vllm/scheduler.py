@@ -108,7 +108,7 @@ class ChunkScheduler:
             return None
         savings = [self.saving[save.name] for save in saves]
         records = {saving.name: saving.owner.records(saving) for saving in savings}
-        return DiskOrders(records, self.asks.take_orders(), sum(output.num_scheduled_tokens.values()))
+        return DiskOrders(records, self.asks.take_orders(), self.asks.take_used(), sum(output.num_scheduled_tokens.values()))
 
     # The workers report.
 

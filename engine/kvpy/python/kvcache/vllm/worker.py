@@ -121,7 +121,8 @@ class ChunkWorker:
         if was_reset:
             self.forget()
         self.step_began = time.monotonic()
-        if self.disk is not None and orders is not None and orders.fetches:
+        if self.disk is not None and orders is not None:
+            self.disk.use(orders.used)
             self.disk.fetch(orders.fetches)
 
     def fetched(self) -> Answers:

@@ -29,6 +29,7 @@ class Asks:
         self.ranks = ranks
         self.numbers = itertools.count()
         self.orders: list[Fetch] = []
+        self.used: list[tuple[bool, list[bytes]]] = []
         self.under_way: dict[str, Ask] = {}
         self.sums: Answers = {}
 
@@ -37,6 +38,15 @@ class Asks:
         name = f"fetch-{next(self.numbers)}"
         self.under_way[name] = Ask(answered, set(range(len(records))))
         self.orders.append(Fetch(name, records))
+
+    def use(self, keys: list[bytes], *, of_prefix: bool) -> None:
+        """Notes that a request has found these in host memory. The last one leaves the disk last."""
+        if keys:
+            self.used.append((of_prefix, keys))
+
+    def take_used(self) -> list[tuple[bool, list[bytes]]]:
+        taken, self.used = self.used, []
+        return taken
 
     def take_orders(self) -> list[Fetch]:
         taken, self.orders = self.orders, []
@@ -60,5 +70,6 @@ class Asks:
     def reset(self) -> None:
         """Forgets all questions. Nobody waits for their answers any more."""
         self.orders.clear()
+        self.used.clear()
         self.under_way.clear()
         self.sums.clear()

@@ -116,6 +116,12 @@ class DiskStore:
                 self.stores = deque(kept)
             self.changed.wait_for(lambda: claimed.isdisjoint(self.copying))
 
+    # Decision: docs/decisions/vllm.md#what-host-memory-finds-is-renewed-on-the-disk
+    def use(self, used: Iterable[tuple[bool, list[bytes]]]) -> None:
+        """Makes records that were found in host memory the last ones to leave the disk."""
+        for of_prefix, keys in used:
+            self.blocks[of_prefix].touch([self._key(of_prefix, key) for key in keys])
+
     def fetch(self, orders: Iterable[Fetch]) -> None:
         """Starts to fetch records. ``take_answers`` says what became of them."""
         for order in orders:
@@ -220,8 +226,11 @@ class DiskStore:
 
     # The thread.
 
-    def _name(self, record: Record, key: bytes | None = None) -> bytes:
-        return self.epoch.current + bytes([record.of_prefix]) + (record.key if key is None else key)
+    def _name(self, record: Record) -> bytes:
+        return self._key(record.of_prefix, record.key)
+
+    def _key(self, of_prefix: bool, key: bytes) -> bytes:
+        return self.epoch.current + bytes([of_prefix]) + key
 
     def _text(self, record: Record) -> bytes | None:
         return self.epoch.current if record.is_public else None
@@ -245,7 +254,7 @@ class DiskStore:
                 self._wait(fetches)
 
     def _copy_out(self, record: Record, seconds: float) -> None:
-        parent = None if record.parent is None else self._name(record, record.parent)
+        parent = None if record.parent is None else self._key(record.of_prefix, record.parent)
         try:
             self.blocks[record.of_prefix].store(
                 self._name(record), record.tokens, record.start, record.blocks, parent=parent, seconds=seconds, text=self._text(record)
@@ -275,8 +284,8 @@ class DiskStore:
             self._start(one)
             for load in [load for load in one.reading if load.handle.is_over]:
                 progress = True
-                one.reading.remove(load)
                 self._take(one, load, generation)
+                one.reading.remove(load)
             self._give_up(one, generation)
         except Exception as error:  # A fetch without an answer would make its request wait for ever.
             logger.error("records could not be fetched from the disk: %s", error)
@@ -290,10 +299,9 @@ class DiskStore:
 
     def _start(self, one: Fetching) -> None:
         while one.waiting and (not (busy := self._bytes_reading()) or busy + one.waiting[0].size <= MOST_LOADING):
-            load = one.waiting.pop(0)
-            record = load.record
+            load, record = one.waiting[0], one.waiting[0].record
             load.handle = self.blocks[record.of_prefix].begin_load(self._name(record), record.tokens, record.start)
-            one.reading.append(load)
+            one.reading.append(one.waiting.pop(0))
 
     def _bytes_reading(self) -> int:
         return sum(load.size for one in list(self.fetches) for load in list(one.reading))
