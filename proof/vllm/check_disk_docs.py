@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import sys
 import tempfile
 import time
@@ -18,7 +20,7 @@ import urllib.request
 from pathlib import Path
 
 import check_docs
-from check_docs import Checks, Page, free_port, server
+from check_docs import Checks, Page, free_port, output, server
 
 check_docs.PAGE = check_docs.PAGE.with_name("vllm-disk.md")
 FOLDER = "~/kvcache-disk"
@@ -30,12 +32,20 @@ def metric(port: int, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
 
+def run(page: Page, name: str) -> list[str]:
+    """Runs a block as often as it is asked for, and returns the lines that it prints."""
+    return output(["bash", "-euo", "pipefail", "-c", page.blocks[name]])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     model, port = Path(parser.parse_args().model), free_port()
-    page = Page(str(model.resolve() if model.exists() else model), port)
-    shown = [json.loads(block) for block in check_docs.re.findall(r"^```text\n(.*?)^```$", check_docs.PAGE.read_text(), check_docs.re.DOTALL | check_docs.re.MULTILINE)]
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    check_docs.ENVIRONMENT.update(MODEL=str(model.resolve() if model.exists() else model), PATH=programs)
+    page = Page(port)
+    blocks = re.findall(r"^```text\n(.*?)^```$", check_docs.PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    shown = [json.loads(block) for block in blocks]
     checks = Checks(page)
     # The connector first, then vLLM's own offloading, each computed, and found after a restart.
     for serve, ask, records, hits, expected in (
@@ -55,14 +65,14 @@ def restarted(checks: Checks, page: Page, port: int, serve: str, ask: str, recor
         for number, expected in enumerate(shown):
             with server(command.replace(FOLDER, folder), port):
                 began = time.monotonic()
-                (line,) = page.run(ask)
+                (line,) = run(page, ask)
                 seconds.append(time.monotonic() - began)
                 checks.equal("the page shows it", json.loads(line), expected)
                 until = time.monotonic() + 60
                 while metric(port, "vllm:kvcache_tier_records") < records and time.monotonic() < until:
                     if serve == "connector":
                         # vLLM reports what the disk has in the next step.
-                        page.run(ask)
+                        run(page, ask)
                     time.sleep(0.2)
                 counted = [metric(port, f"vllm:kvcache_tier_{name}") for name in ("records", "hits_total")]
                 checks.equal("the server counts what is on the disk, and what it has read", counted, [records, hits * number])
