@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from check_connector import BLOCK, Checks, Host, answer, arguments, token_bytes
+from check_connector import BLOCK, Checks, Host, answer, arguments
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.metrics.reader import Counter, Gauge
@@ -71,7 +71,8 @@ class DiskChecks(Checks):
         prompt, sampling = self.case.prompt(order, mode, recompute)
         prompt.update(changes)
         (out,) = self.generate(host, (prompt, sampling))
-        self.same(f"{what}, documents {order}, {mode}, {recompute}", answer(out), self.expected(order, "plain" if recompute != "none" else mode))
+        expected = self.expected(order, mode if recompute == "none" else "plain")
+        self.same(f"{what}, documents {order}, {mode}, {recompute}", answer(out), expected)
         said, tokens = out.kv_transfer_params or {}, sum(map(len, self.case.parts(order)))
         if found is not None:
             counts = said.get("chunk_tokens_reused"), said.get("chunk_tokens_computed")

@@ -82,6 +82,17 @@ def test_ordinary_prompts_are_found_after_a_restart(disk: Disk) -> None:
         nothing_held_but_the_disk(engine)
 
 
+def test_routers_are_told_of_blocks_that_came_from_the_disk(disk: Disk) -> None:
+    tokens = list(range(10, 10 + 5 * SIZE + 1))
+    told = []
+    for _ in range(2):
+        engine = disk.restart(has_events=True)
+        disk.ask(engine, tokens, count=1)
+        told.append([(event.block_hashes, event.parent_block_hash, event.token_ids) for event in engine.connector.take_events()])
+    assert engine.side.prefixes.tokens_found == 5 * SIZE
+    assert told[0] == told[1] and [len(ids) for _, _, ids in told[1]] == 5 * [SIZE]
+
+
 def test_answers_of_ordinary_prompts_go_on_after_a_restart(disk: Disk) -> None:
     tokens = list(range(10, 50))
     engine = disk.start()

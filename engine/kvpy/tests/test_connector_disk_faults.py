@@ -151,6 +151,20 @@ def test_a_request_stops_waiting_when_giving_up_costs_a_twentieth(disk: Disk) ->
     assert set(missed(said).values()) == {"deadline"} and 0.08 < time.monotonic() - began < 0.8
 
 
+def test_the_time_to_compute_is_stored_with_a_record(disk: Disk) -> None:
+    """After a restart, nothing has been measured yet."""
+    engine = disk.start()
+    engine.disk.measured(90, 5.0)
+    engine.disk.measured = lambda *_: None
+    disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
+    engine = disk.restart(disk_loads="if-faster", disk_deadline=60)
+    engine.disk.blocks[False] = Hanging(engine.disk.blocks[False])
+    began = time.monotonic()
+    said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
+    # A twentieth of five seconds.
+    assert set(missed(said).values()) == {"deadline"} and 0.2 < time.monotonic() - began < 2
+
+
 def test_a_disk_that_refuses_writes_costs_nothing_but_the_records(disk: Disk) -> None:
     engine = disk.start()
     disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
