@@ -124,6 +124,16 @@ def test_a_new_prompt_evicts_nothing_to_ask_the_disk(disk: Disk) -> None:
     engine.run()
 
 
+def test_a_prompt_that_the_engine_has_itself_asks_nobody(disk: Disk) -> None:
+    tokens = list(range(10, 10 + 5 * SIZE + 1))
+    engine = disk.start()
+    disk.ask(engine, tokens, count=1)
+    engine.side.prefixes.pool.clear_cached()
+    misses = usage(engine, "misses")
+    disk.ask(engine, tokens, count=1)
+    assert usage(engine, "misses") == misses and usage(engine, "hits") == (0,)
+
+
 def test_two_requests_for_the_same_prompt_read_the_disk_once(disk: Disk) -> None:
     tokens = list(range(10, 10 + 9 * SIZE))
     disk.ask(disk.start(), [*tokens, 3])

@@ -58,8 +58,7 @@ class PrefixFetch:
         return next((number for number in range(len(self.keys)) if self.answers.get(number, "") is not None), len(self.keys))
 
     def release(self) -> None:
-        for room in self.room:
-            room.release()
+        """Ends the hold on the blocks before those of the fetch, whose own memory has an owner or is free."""
         self.room.clear()
         if self.before is not None:
             self.before.release()
@@ -79,7 +78,7 @@ class PrefixDisk:
         fetch = state.fetch
         if fetch is None:
             missing = keys[len(found) :]
-            if not missing:
+            if not missing or len(keys) * self.tier.block_size <= num_computed:
                 return False
             if missing[0] in self.loading:
                 # Another request loads the same blocks.
@@ -151,15 +150,17 @@ class PrefixDisk:
             if number < count:
                 parent = fetch.keys[number - 1] if number else fetch.parent
                 room.register([key], parent).release()
+                self.tier.known.stored(key, [], is_public=False)
             else:
                 self.tier.drop(key, room)
-        fetch.room.clear()
         fetch.release()
         fetch.phase = Phase.DONE
 
     def reset(self) -> None:
         """Gives up all fetches."""
         for fetch in set(self.loading.values()):
+            for key, room in zip(fetch.keys, fetch.room):
+                self.tier.drop(key, room)
             fetch.release()
         self.loading.clear()
 
