@@ -151,6 +151,49 @@ def test_a_request_stops_waiting_when_giving_up_costs_a_twentieth(disk: Disk) ->
     assert set(missed(said).values()) == {"deadline"} and 0.08 < time.monotonic() - began < 0.8
 
 
+class Throttled:
+    """A disk that delivers a record every ``seconds`` seconds."""
+
+    def __init__(self, own: Any, seconds: float) -> None:
+        self.own, self.seconds, self.free = own, seconds, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def begin_load(self, *args: Any) -> Any:
+        self.free = max(self.free, time.monotonic()) + self.seconds
+        return SlowLoad(self.own.begin_load(*args), self.free)
+
+
+class SlowLoad:
+    def __init__(self, own: Any, at: float) -> None:
+        self.own, self.at = own, at
+        self.end, self.give_up = own.end, own.give_up
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.at and self.own.is_over
+
+    def wait(self, seconds: float) -> bool:
+        time.sleep(seconds)
+        return self.is_over
+
+
+@pytest.mark.parametrize(("seconds", "found"), [(0.02, 90), (0.5, 0)])
+def test_a_slow_disk_costs_at_most_a_twentieth(disk: Disk, seconds: float, found: int) -> None:
+    """Ninety tokens take four seconds to compute, and each of the three records arrives after ``seconds`` seconds."""
+    disk.ask(disk.start(), prompt(LENGTHS), chunk_lengths=LENGTHS)
+    engine = disk.restart(disk_loads="if-faster", disk_deadline=60)
+    engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], seconds)
+    engine.disk.measured(90, 4.0)
+    began = time.monotonic()
+    said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
+    assert reused(said) == found and set(missed(said).values()) <= {"deadline"}
+    # A fake step takes no time, so all of this is waiting.
+    assert time.monotonic() - began < 0.2 + 0.2
+    nothing_held_but_the_disk(engine)
+
+
 def test_the_time_to_compute_is_stored_with_a_record(disk: Disk) -> None:
     """After a restart, nothing has been measured yet."""
     engine = disk.start()
