@@ -195,8 +195,7 @@ class Engine(SchedulerInterface):
         extra = {"host_memory": 4096 * ROW, "block_size": SIZE, **settings}
         model = {**MODEL, "max_position_embeddings": positions}
         described = {"model": model, "max_model_len": positions, "extra_config": extra, "layers": ["one"], "spec": spec, "num_blocks": blocks}
-        described["path"] = path
-        config, caches = configs(described, 1)
+        config, caches = configs({**described, "path": path}, 1)
         config.lora_config = lora
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=has_events)
         self.model = FakeModel(Ropes(json.dumps(model), positions), ["one"], blocks, 1, SIZE, 32)
