@@ -219,7 +219,7 @@ class DiskChecks(Checks):
 class Hanging:
     """Records whose disk has stopped to answer."""
 
-    is_over = False
+    is_over, progress = False, 0.0
 
     def __init__(self, own) -> None:
         self.own = own

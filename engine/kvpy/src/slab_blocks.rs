@@ -162,6 +162,12 @@ impl SlabLoad {
         self.own.lock().as_ref().is_none_or(Loading::is_over)
     }
 
+    /// The part of the record that the disk has read so far, from 0 to 1.
+    #[getter]
+    fn progress(&self) -> f64 {
+        self.own.lock().as_ref().map_or(1.0, Loading::progress)
+    }
+
     /// Waits until the load has ended, for at most this many seconds. Returns whether it has.
     fn wait(&self, py: Python<'_>, seconds: f64) -> bool {
         let limit = Duration::try_from_secs_f64(seconds).unwrap_or_default().min(Duration::from_secs(60));

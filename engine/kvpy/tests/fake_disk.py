@@ -122,7 +122,7 @@ class Hanging:
         self.begun += 1
         return self
 
-    is_over = False
+    is_over, progress = False, 0.0
 
     def wait(self, seconds: float) -> bool:
         time.sleep(seconds)

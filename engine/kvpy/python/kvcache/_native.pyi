@@ -861,6 +861,10 @@ class SlabLoad:
 
     @property
     def is_over(self) -> bool: ...
+    @property
+    def progress(self) -> float:
+        """The part of the record that the disk has read so far, from 0 to 1."""
+
     def wait(self, seconds: float) -> bool:
         """Waits until the load has ended, for at most this many seconds. Returns whether it has."""
 

@@ -37,7 +37,7 @@ LEAST_LOST = 0.02
 """The number of seconds that it may lose in any case."""
 TRIED = 16
 """One of so many loads is tried although computing was expected to be faster, because the disk may have become faster."""
-MOST_LOADING = 512 << 20
+MOST_LOADING = 64 << 20
 """The number of bytes that may be read at the same time. They occupy memory until they are in the arena."""
 POLL = 0.002
 """The number of seconds between two looks at what is being read."""
@@ -64,14 +64,17 @@ class Fetching:
     waiting: list[Loading] = field(default_factory=list)
     """The records that the disk has and that are not being read yet."""
     reading: list[Loading] = field(default_factory=list)
+    arrived: list[Loading] = field(default_factory=list)
+    """The record that is being copied to host memory."""
     may_lose: float = 0.0
     """The number of seconds that the request may lose by waiting, beyond those that loads save."""
     cost: float = 0.0
     """The number of seconds to compute what the disk has."""
 
     def left(self) -> float:
-        """Returns the number of seconds to compute what has not arrived."""
-        return sum(one.seconds for one in (*self.waiting, *self.reading))
+        """Returns the number of seconds to compute what has not been read."""
+        reading = sum(one.seconds * (1 - one.handle.progress) for one in self.reading)
+        return reading + sum(one.seconds for one in self.waiting)
 
 
 class DiskStore:
@@ -284,8 +287,12 @@ class DiskStore:
             self._start(one)
             for load in [load for load in one.reading if load.handle.is_over]:
                 progress = True
-                self._take(one, load, generation)
+                # The disk reads the next records while this one is copied.
+                one.arrived.append(load)
                 one.reading.remove(load)
+                self._start(one)
+                self._take(one, load, generation)
+                one.arrived.remove(load)
             self._give_up(one, generation)
         except Exception as error:  # A fetch without an answer would make its request wait for ever.
             logger.error("records could not be fetched from the disk: %s", error)
@@ -337,10 +344,10 @@ class DiskStore:
         for load in one.reading:
             load.handle.give_up()
         self.not_asked += len(one.waiting)
-        for load in (*one.reading, *one.waiting):
+        for load in (*one.arrived, *one.reading, *one.waiting):
             self._answer(one, load, reason, generation)
-        one.reading.clear()
-        one.waiting.clear()
+        for loads in (one.arrived, one.reading, one.waiting):
+            loads.clear()
 
     def _answer(self, one: Fetching, load: Loading, reason: str | None, generation: int) -> None:
         with self.changed:
