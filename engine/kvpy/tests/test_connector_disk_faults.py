@@ -485,7 +485,8 @@ def test_native_records_check_their_arguments(disk: Disk) -> None:
     assert blocks.store(b"a", [1, 2], 0, [1]) == "known" and blocks.store(b"b", [1], 0, [1], parent=b"nowhere") == "dropped"
     assert blocks.peek(b"b") is None and blocks.peek(b"a")[1] == 0
     load = blocks.begin_load(b"a", [1, 3], 0)
-    assert load.wait(10) and load.end([2]) == "tokens_differ"
+    assert load.wait(10) and load.is_over and load.progress == 1 and load.end([2]) == "tokens_differ"
+    assert blocks.begin_load(b"nowhere", [1], 0).progress == 0, "nothing is read"
     with pytest.raises(RuntimeError, match="already ended"):
         load.end([2])
     load = blocks.begin_load(b"a", [1, 2], 0)
