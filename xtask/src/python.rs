@@ -173,6 +173,7 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
         check("check_connector", &of(&names[..6]), &[])?;
         check("check_connector", &of(&["llama"]), &["--ranks", "2"])?;
         check("check_slab", &of(&["llama", "mistral-window"]), &[])?;
+        check("check_disk", &of(&["llama", "mistral-window"]), &[])?;
     }
     if wanted(VllmPart::Prefix) {
         check("check_prefix", &of(&["llama", "mistral-window", "gemma3", "gpt-oss"]), &[])?;

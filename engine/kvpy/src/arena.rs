@@ -52,6 +52,11 @@ pub(crate) fn shape(
 }
 
 impl Arena {
+    /// Returns the device and the memory.
+    pub(crate) fn parts(&self) -> (&Arc<ArenaDevice>, &KvArena) {
+        (&self.device, &self.memory)
+    }
+
     fn allocate(shape: KvShape, device: Arc<ArenaDevice>, kind: MemoryKind) -> Result<Self> {
         let layout = Arc::new(KvLayout::new(shape)?);
         let memory = KvArena::allocate(device.backend(), kind, layout)?;

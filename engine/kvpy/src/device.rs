@@ -74,6 +74,14 @@ impl ArenaDevice {
         }
     }
 
+    /// Returns the stream as a shared pointer.
+    pub(crate) fn shared_stream(&self) -> Arc<dyn Stream> {
+        match self {
+            Self::Cpu(_, stream) => Arc::clone(stream),
+            Self::Cuda(_, stream, _) => Arc::clone(stream) as Arc<dyn Stream>,
+        }
+    }
+
     pub(crate) fn stream(&self) -> &dyn Stream {
         match self {
             Self::Cpu(_, stream) => stream.as_ref(),

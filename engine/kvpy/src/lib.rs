@@ -22,7 +22,7 @@
 //! | `foreign`, `npu`, `runs` | caches of other engines on the host, a GPU or an NPU; rows as Python names them |
 //! | `managers` | the managers of `kvmanager`: blocks, sequences and requests by ID, and ranks' caches |
 //! | `llm`, `sampling` | `LLM`, `RequestOutput`, `SamplingParams` |
-//! | `slab` | `Slab`, private: rows of other engines' memory as records on a disk |
+//! | `slab`, `slab_blocks` | `Slab`, private: rows of other engines' memory, or blocks of arenas, as records on a disk |
 //! | `lab` | questions to check a model that runs inside vLLM |
 //! | `device`, `names` | devices and element types by their names |
 //! | `tensor`, `export` | other libraries' tensors used here; this module's tensors used elsewhere |
@@ -51,6 +51,7 @@ mod runs;
 mod sampling;
 mod segment;
 mod slab;
+mod slab_blocks;
 mod table;
 mod tensor;
 
@@ -85,6 +86,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<prompt::PyChunkPlace>()?;
     module.add_class::<sampling::SamplingParams>()?;
     module.add_class::<slab::PySlab>()?;
+    module.add_class::<slab_blocks::SlabBlocks>()?;
+    module.add_class::<slab_blocks::SlabLoad>()?;
     module.add_class::<lab::NoteQuestion>()?;
     module.add_class::<lab::PyPaired>()?;
     module.add_class::<llm::Llm>()?;

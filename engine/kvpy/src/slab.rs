@@ -34,9 +34,9 @@ const WHOLE: usize = 1 << 20;
 #[pyclass(frozen, name = "Slab", module = "kvcache._native")]
 pub(crate) struct PySlab {
     own: Mutex<Option<Arc<Slab>>>,
-    scope: BlockKey,
+    pub(crate) scope: BlockKey,
     /// Everything that a row's bytes depend on apart from its name.
-    identity: Arc<str>,
+    pub(crate) identity: Arc<str>,
     row_bytes: usize,
 }
 
@@ -94,7 +94,7 @@ impl Rows {
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// Returns a deadline as a duration.
-fn seconds(value: f64) -> PyResult<Duration> {
+pub(crate) fn seconds(value: f64) -> PyResult<Duration> {
     let valid = Duration::try_from_secs_f64(value).ok().filter(|limit| !limit.is_zero() && *limit <= DAY);
     let text = || format!("deadline is {value}; it must be a number of seconds above 0, at most a day");
     valid.ok_or_else(|| PyValueError::new_err(text()))
@@ -109,6 +109,16 @@ fn reason(missed: &Missed) -> String {
         Missed::Late => "late".to_owned(),
         Missed::Failed(error) => format!("failed: {error}"),
     }
+}
+
+/// Returns a name as words. Different names have different words.
+pub(crate) fn words_of(name: &[u8]) -> Vec<u32> {
+    let words = name.chunks(4).map(|bytes| {
+        let mut word = [0; 4];
+        word[..bytes.len()].copy_from_slice(bytes);
+        u32::from_le_bytes(word)
+    });
+    std::iter::once(name.len() as u32).chain(words).collect()
 }
 
 /// Returns one name per row, or a `ValueError` if the numbers differ.
@@ -208,6 +218,14 @@ impl PySlab {
         py.import("json")?.call_method1("loads", (text,))
     }
 
+    /// Waits until everything that was stored is on the disk or was dropped. Returns false if that has taken more
+    /// than `deadline` seconds.
+    #[pyo3(signature = (*, deadline))]
+    fn flush(&self, py: Python<'_>, deadline: f64) -> PyResult<bool> {
+        let (slab, limit) = (self.slab()?, seconds(deadline)?);
+        Ok(py.detach(|| slab.flush(limit)))
+    }
+
     /// Writes what is waiting, and closes the folder. Returns false if that has taken more than `deadline`
     /// seconds; in that case, a thread goes on with it. Closing twice does nothing.
     #[pyo3(signature = (*, deadline))]
@@ -218,7 +236,7 @@ impl PySlab {
 }
 
 impl PySlab {
-    fn slab(&self) -> PyResult<Arc<Slab>> {
+    pub(crate) fn slab(&self) -> PyResult<Arc<Slab>> {
         let closed = || PyRuntimeError::new_err("the records are closed; open the folder again");
         self.own.lock().clone().ok_or_else(closed)
     }
@@ -226,12 +244,7 @@ impl PySlab {
     /// Returns the identity of the record with this name. The name's bytes stand where a prompt's tokens do, so
     /// that a load compares them.
     fn id(&self, name: &[u8]) -> RecordId {
-        let words = name.chunks(4).map(|bytes| {
-            let mut word = [0; 4];
-            word[..bytes.len()].copy_from_slice(bytes);
-            u32::from_le_bytes(word)
-        });
-        let tokens: Arc<[u32]> = std::iter::once(name.len() as u32).chain(words).collect();
+        let tokens: Arc<[u32]> = words_of(name).into();
         let key = self.scope.child(&tokens);
         RecordId { key, tokens, stored_start: 0, label: Arc::clone(&self.identity) }
     }

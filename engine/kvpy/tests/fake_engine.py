@@ -126,6 +126,7 @@ class Engine(SchedulerInterface):
         has_events: bool = False,
         positions: int = 512,
         windows: Sequence[int | None] = FULL,
+        path: str = "small",
         **settings: Any,
     ) -> None:
         model, groups = model_of(windows)
@@ -136,6 +137,7 @@ class Engine(SchedulerInterface):
             "extra_config": {"host_memory": 4096 * ROW * model["num_hidden_layers"], "block_size": SIZE, **settings},
             "groups": [{"layers": layers, "spec": spec_of(window)} for layers, window in zip(groups, windows)],
             "num_blocks": blocks,
+            "path": path,
         }
         config, caches = configs(described, 1)
         config.lora_config = lora
@@ -183,7 +185,7 @@ class Engine(SchedulerInterface):
         for name in ("arena", "prefixes"):
             arena = getattr(self.worker._worker, name)
             if arena is not None:
-                setattr(self.worker._worker, name, SimpleNamespace(load=self._breakable(arena.load), save=arena.save))
+                setattr(self.worker._worker, name, SimpleNamespace(load=self._breakable(arena.load), save=arena.save, own=arena))
 
     def _breakable(self, load: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
@@ -196,6 +198,14 @@ class Engine(SchedulerInterface):
     @property
     def side(self) -> Any:
         return self.connector._scheduler
+
+    @property
+    def disk(self) -> Any:
+        return self.worker._worker.disk
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.worker.shutdown()
 
     # Clients.
 

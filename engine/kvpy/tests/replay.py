@@ -67,7 +67,15 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     """Returns the parts of vLLM's configuration, and of its caches', that the connector reads."""
     text, layers = config["model"], in_order([group["layers"] for group in config["groups"]])
     settings = SimpleNamespace(to_json_string=lambda: json.dumps(text), to_dict=lambda: text, vocab_size=text["vocab_size"])
-    model = SimpleNamespace(hf_text_config=settings, max_model_len=config["max_model_len"], model="small", revision=None)
+    model = SimpleNamespace(
+        hf_text_config=settings,
+        hf_config=settings,
+        max_model_len=config["max_model_len"],
+        model=config.get("path", "small"),
+        revision=None,
+        dtype="float32",
+        quantization=None,
+    )
     layer = SimpleNamespace(isa="vec")
     vllm_config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=config["extra_config"]),
@@ -75,6 +83,8 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
         device_config=SimpleNamespace(device_type="cpu"),
         lora_config=None,
         kv_events_config=None,
+        speculative_config=None,
+        attention_config=SimpleNamespace(backend=None),
         model_config=model,
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(layers, layer)),
     )

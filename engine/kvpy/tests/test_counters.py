@@ -41,13 +41,15 @@ class Counted:
         return self.sums["chunk_tokens_reused"], self.sums["chunk_tokens_computed"]
 
 
-def said(reused: int, computed: int) -> dict[str, int]:
-    return {"chunk_tokens_reused": reused, "chunk_tokens_computed": computed}
+def said(reused: int, computed: int, *new: int) -> dict[str, object]:
+    """Returns what an answer says if the parts with the numbers ``new`` were not known."""
+    counts = {"chunk_tokens_reused": reused, "chunk_tokens_computed": computed}
+    return {**counts, "chunk_missed": {str(number): "new" for number in new}} if new else counts
 
 
 def test_a_cold_request_is_computed_and_a_warm_one_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
-    assert counted.ask("cold", prompt(LENGTHS), chunk_lengths=LENGTHS) == said(0, 90) and counted.counts() == (0, 90)
+    assert counted.ask("cold", prompt(LENGTHS), chunk_lengths=LENGTHS) == said(0, 90, 0, 1, 2) and counted.counts() == (0, 90)
     assert counted.ask("warm", prompt(LENGTHS, question=9), chunk_lengths=LENGTHS) == said(90, 0) and counted.counts() == (90, 90)
     # The engine's own cache has everything, so nothing is copied.
     assert counted.ask("own", prompt(LENGTHS), chunk_lengths=LENGTHS) == said(90, 0) and counted.counts() == (180, 90)
@@ -57,7 +59,7 @@ def test_a_chunk_that_a_prompt_repeats_is_computed_once_and_reused_once(monkeypa
     counted = Counted(monkeypatch)
     one, two = list(range(10, 30)), list(range(40, 70))
     tokens, lengths = [*one, *two, *one, *two, 3, 4], [20, 30, 20, 30]
-    assert counted.ask("twice", tokens, chunk_lengths=lengths) == said(50, 50) and counted.counts() == (50, 50)
+    assert counted.ask("twice", tokens, chunk_lengths=lengths) == said(50, 50, 0, 1) and counted.counts() == (50, 50)
 
 
 def test_of_two_requests_one_computes_and_the_other_reuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +67,7 @@ def test_of_two_requests_one_computes_and_the_other_reuses(monkeypatch: pytest.M
     counted.engine.ask("first", prompt(LENGTHS), chunk_lengths=LENGTHS)
     counted.engine.ask("second", prompt(LENGTHS), chunk_lengths=LENGTHS)
     counted.engine.run(100)
-    assert [counted.engine.answers[name][1] for name in ("first", "second")] == [said(0, 90), said(90, 0)]
+    assert [counted.engine.answers[name][1] for name in ("first", "second")] == [said(0, 90, 0, 1, 2), said(90, 0)]
     assert counted.counts() == (90, 90)
 
 
@@ -116,7 +118,7 @@ def test_tokens_that_another_request_computed_are_reused_also_if_the_own_encode_
     # Both need the system prompt now, and the second one asks first.
     engine.ask("second", prompt(LENGTHS), chunk_lengths=LENGTHS)
     engine.run(200)
-    assert [engine.answers[name][1] for name in ("first", "second")] == [said(20, 70), said(70, 20)]
+    assert [engine.answers[name][1] for name in ("first", "second")] == [said(20, 70, 1, 2), said(70, 20, 0)]
     assert counted.counts() == (90, 90)
 
 

@@ -253,7 +253,7 @@ def test_a_part_of_4096_pieces_is_answered_and_found_again(monkeypatch: pytest.M
         asked[name] = (tokens, {"chunk_lengths": lengths})
         engine.ask(name, tokens, count=1, **asked[name][1])
         engine.run(60)
-    assert engine.answers["other"][1] == {"chunk_tokens_reused": 4096 + 5, "chunk_tokens_computed": 8}
+    assert engine.answers["other"][1] == {"chunk_tokens_reused": 4096 + 5, "chunk_tokens_computed": 8, "chunk_missed": {"0": "other_context"}}
     assert engine.side.chunks.cache.get_metrics().cached_chunks > 4096
     answers(engine, asked)
     nothing_held(engine)
@@ -416,7 +416,7 @@ def test_only_chunks_that_the_engine_lacks_are_fetched(recompute: str, monkeypat
     manager.evict_blocks({manager.block_of[0, key] for key in request.block_hashes[8:] if (0, key) in manager.block_of})
     engine.run(50)
     assert engine.encodes == 4, "more than the last chunk was computed"
-    assert engine.answers["second"][1] == {"chunk_tokens_reused": 56, "chunk_tokens_computed": 40}
+    assert engine.answers["second"][1] == {"chunk_tokens_reused": 56, "chunk_tokens_computed": 40, "chunk_missed": {"2": "evicted"}}
     answers(engine, {"first": (tokens, params), "second": (tokens, params)})
     nothing_held(engine)
 

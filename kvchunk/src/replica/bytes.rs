@@ -79,8 +79,12 @@ impl ReplicaDevice {
         Ok(self.stream.synchronize()?)
     }
 
-    /// Waits for the stream, and returns the contents of `blocks`, buffer by buffer.
-    pub(crate) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
+    /// Waits for the stream, and returns the contents of `blocks`, buffer by buffer: K and V, each followed by its
+    /// scales if there are any. Nothing may write the blocks during the call.
+    ///
+    /// # Errors
+    /// Returns the errors of the backend.
+    pub fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks.len())?;
         self.stage(blocks, &staged)?;
         buffers(&self.arena, &staged).iter().map(|buffer| self.bytes(buffer)).collect()
@@ -88,7 +92,11 @@ impl ReplicaDevice {
 
     /// Fills `blocks` blocks with `contents`, and waits for the stream. `pairs` are the numbers of the blocks in
     /// `contents`, from 0, with the blocks to fill.
-    pub(crate) fn write(&self, blocks: usize, pairs: WritePairs, contents: &[Vec<u8>]) -> Result<()> {
+    ///
+    /// # Errors
+    /// Returns an error if `contents` has other buffers than [`read`](Self::read) returns for as many blocks, and
+    /// the errors of the backend.
+    pub fn write(&self, blocks: usize, pairs: WritePairs, contents: &[Vec<u8>]) -> Result<()> {
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks)?;
         let targets = buffers(&self.arena, &staged);
         same("buffers of a parcel", targets.len(), contents.len())?;

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
@@ -74,6 +75,8 @@ impl Slab {
         let loading = Arc::new(LoadState {
             shared: Arc::clone(&self.shared),
             id: id.clone(),
+            requests: AtomicUsize::new(0),
+            answered: AtomicUsize::new(0),
             ended: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -125,6 +128,12 @@ impl Loading {
         self.0.ended.lock().is_some()
     }
 
+    /// Returns the part of the record that the disk has read so far, from 0 to 1. Never blocks.
+    pub fn progress(&self) -> f64 {
+        let requests = self.0.requests.load(Ordering::Relaxed);
+        if requests == 0 { 0.0 } else { self.0.answered.load(Ordering::Relaxed) as f64 / requests as f64 }
+    }
+
     /// Waits until the load has ended or `deadline` has passed. Returns whether the load has ended.
     pub fn wait_until(&self, deadline: Instant) -> bool {
         let mut ended = self.0.ended.lock();
@@ -165,6 +174,10 @@ impl fmt::Debug for Loading {
 struct LoadState {
     shared: Arc<Shared>,
     id: RecordId,
+    /// The number of requests to the disk, once they have been made.
+    requests: AtomicUsize,
+    /// The number of requests that the disk has answered.
+    answered: AtomicUsize,
     ended: Mutex<Option<Result<Found, Missed>>>,
     changed: Condvar,
 }
@@ -187,6 +200,7 @@ impl LoadState {
             IoRequest { direction: Direction::Read, offset, pages }
         };
         let requests: Vec<_> = spans.map(request).collect();
+        this.requests.store(requests.len(), Ordering::Relaxed);
         let pages = (0..requests.len()).map(|_| None).collect();
         let reads = Mutex::new(Reads { pages, left: requests.len(), failed: None });
         shared.rates.lock().begin();
@@ -196,6 +210,7 @@ impl LoadState {
             reads.pages[end.index] = Some(end.pages);
             reads.failed = reads.failed.take().or(end.result.err());
             reads.left -= 1;
+            this.answered.fetch_add(1, Ordering::Relaxed);
             if reads.left == 0 {
                 let pages: Vec<Pages> = reads.pages.drain(..).flatten().collect();
                 let loaded = match reads.failed.take() {

@@ -813,8 +813,72 @@ class Slab:
         """
 
     def usage(self) -> dict[str, int]: ...
+    def flush(self, *, deadline: float) -> bool:
+        """Waits until everything that was stored is on the disk or was dropped. Returns False if that takes longer."""
+
     def close(self, *, deadline: float) -> bool:
         """Writes what is waiting, and closes the folder. Returns False if that takes longer."""
+
+@final
+class SlabBlocks:
+    """Records for the blocks of arenas of one shape, in which a block has the same ID. Private: the disk of
+    ``kvcache.vllm.ChunkConnector`` uses it.
+    """
+
+    def __new__(cls, slab: Slab, arenas: Sequence[Arena]) -> Self: ...
+    def peek(self, name: bytes) -> tuple[int, float] | None:
+        """Returns the bytes of the record with this name, and the seconds that computing it took; None if there is
+        no such record. Does not read the disk.
+        """
+
+    def store(
+        self,
+        name: bytes,
+        tokens: Sequence[int],
+        start: int,
+        blocks: Sequence[int],
+        *,
+        parent: bytes | None = None,
+        seconds: float = 0.0,
+        text: bytes | None = None,
+    ) -> Literal["queued", "known", "dropped"]:
+        """Copies blocks and queues them to be written, without waiting for the disk."""
+
+    def touch(self, names: Sequence[bytes]) -> int:
+        """Makes records the last ones to leave, in this order. Does not read the disk."""
+
+    def begin_load(self, name: bytes, tokens: Sequence[int], start: int) -> SlabLoad:
+        """Starts to load a record, without waiting for the disk."""
+
+    def why_absent(self, name: bytes, tokens: Sequence[int], *, text: bytes | None = None) -> str:
+        """Counts a miss, and returns why no record with this name is on the disk."""
+
+    def expected(self, bytes: int) -> float | None:
+        """Returns the seconds in which the disk is expected to read this many bytes, or None if it has read nothing."""
+
+    def count_skipped(self, loads: int) -> None:
+        """Counts loads that are skipped, because computing takes less time."""
+
+@final
+class SlabLoad:
+    """A record that is being loaded."""
+
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def progress(self) -> float:
+        """The part of the record that the disk has read so far, from 0 to 1."""
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until the load has ended, for at most this many seconds. Returns whether it has."""
+
+    def give_up(self) -> None:
+        """Ends the load, and drops what has arrived. A load that has not ended is counted as late."""
+
+    def end(self, blocks: Sequence[int]) -> str | None:
+        """Ends the load, and fills blocks of the arena with the record. Returns None, or the reason why they were not
+        filled. A load that has not ended is late.
+        """
 
 def note_decoys() -> list[str]:
     """Returns decoys: notes of the same form that do not contain the answer to any question."""

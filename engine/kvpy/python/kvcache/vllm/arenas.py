@@ -51,6 +51,11 @@ class Arenas:
             for group in groups
         ]
 
+    @property
+    def block_bytes(self) -> int:
+        """The number of bytes of a block in all arenas."""
+        return sum(arena.block_bytes for arena in self.arenas)
+
     def load(self, rows: list[Rows]) -> None:
         """Copies rows to vLLM's blocks of each group."""
         for number, (group, arena) in enumerate(zip(self.groups, self.arenas)):

@@ -12,6 +12,8 @@ the workers copy.
   matched: None (parked) ── encode computed ── rows saved ── stored and handed over
 ```
 
+With a disk, an encode first asks it for the missing pieces, and computes what the disk lacks.
+
 A request with chunks gets its own salt, which keeps vLLM's prefix cache from giving its blocks to another
 kind of request. ``pieces.py`` bounds every wait. A request that waits in vain goes on without chunks.
 """
@@ -26,9 +28,11 @@ from vllm.logger import init_logger
 
 from kvcache import ChunkCacheConfig, ChunkCacheManager
 
+from .disk.asks import Asks
 from .host import Geometry, Roots, Settings
+from .missed import Known, combined
 from .names import Names
-from .orders import Again, Load, Rows, Save, Tables, run_of, runs_of, writable
+from .orders import Again, Load, Record, Rows, Save, Tables, run_of, runs_of, writable
 from .pieces import Found, Part, Pieces
 from .prompt import ChunkPlan, ChunkRequestError, plan_of
 from .requests import ChunkState, Encode, Saving, Tracked, Work, set_salt
@@ -55,7 +59,13 @@ class Chunks:
         names: Names,
         host: Any,
         requests: dict[str, Tracked],
+        asks: Asks | None = None,
     ) -> None:
+        self.asks = asks
+        """The questions to the disk, or None without one."""
+        self.asked: list[Encode] = []
+        """Encodes whose pieces the disk is about to be asked for."""
+        self.known = Known()
         self.host, self.shape, self.roots, self.names, self.requests = host, shape, roots, names, requests
         if shape.no_chunks is not None:
             logger.warning("only the tier for ordinary prompts is used, because keys cannot be moved: %s", shape.no_chunks)
@@ -168,7 +178,12 @@ class Chunks:
             mode = state.plan.mode if is_chunk else "alone"
             return mode, before, list(request.prompt_token_ids[own.start : own.end]), len(before)
 
-        if self.pieces.acquire(state, part, lambda number, missing: self._encode(request, state, part(number), missing)) == Found.NO_ROOM:
+        def encode(number: int, missing: list[Work]) -> Encode:
+            return self._encode(request, state, number, part(number), missing)
+
+        found = self.pieces.acquire(state, part, encode)
+        self._ask()
+        if found == Found.NO_ROOM:
             needed, size = self.pieces.blocks_of(state, part), self.shape.block_size
             self.go_without(tracked, self._no_room(needed * size), after_chunks=False)
 
@@ -181,8 +196,8 @@ class Chunks:
     # Missing parts are computed.
 
     # Decision: docs/decisions/vllm.md#missing-chunks-are-encoded-by-separate-requests
-    def _encode(self, request: Request, state: ChunkState, part: Part, missing: list[Work]) -> Encode:
-        """Creates the request that computes the missing pieces of a part."""
+    def _encode(self, request: Request, state: ChunkState, number: int, part: Part, missing: list[Work]) -> Encode:
+        """Creates the request that computes the missing pieces of a part. If there is a disk, it is asked first."""
         from vllm import SamplingParams
         from vllm.v1.request import Request as EngineRequest
 
@@ -199,10 +214,58 @@ class Chunks:
             priority=request.priority,
             block_hasher=request._block_hasher,
         )
-        encode = Encode(name, self, len(before), len(before) + len(own), missing, state)
-        self.requests[name] = Tracked(computing, encode=encode)
-        self.new_encodes.append(computing)
+        encode = Encode(name, self, len(before), len(before) + len(own), missing, state, number, computing)
+        for work in missing:
+            work.tokens = own[work.start : work.start + work.reservation.num_tokens]
+            encode.reason = encode.reason or self.known.why_absent(work.key, work.tokens, is_public=state.is_public)
+        if self.asks is None:
+            self._compute(encode)
+        else:
+            self.asked.append(encode)
         return encode
+
+    def _compute(self, encode: Encode) -> None:
+        """Has vLLM compute the missing pieces of a part."""
+        self.requests[encode.name] = Tracked(encode.request, encode=encode)
+        self.new_encodes.append(encode.request)
+
+    # Decision: docs/decisions/vllm.md#the-disk-is-asked-before-a-chunk-is-computed
+    def _ask(self) -> None:
+        """Asks the disk for the missing pieces of a request, in the order of its parts."""
+        encodes, self.asked = self.asked, []
+        if self.asks is None or not encodes:
+            return
+        pieces = [(encode, work) for encode in encodes for work in encode.pieces]
+        for encode in encodes:
+            encode.unanswered = len(encode.pieces)
+        records = [self._record(encode, work) for encode, work in pieces]
+        self.asks.ask(records, lambda number, reason: self._answered(*pieces[number], reason))
+
+    def _record(self, encode: Encode, work: Work) -> Record:
+        piece = work.reservation
+        return Record(work.key, work.tokens, piece.stored_start, piece.block_ids, is_public=encode.state.is_public)
+
+    def _answered(self, encode: Encode, work: Work, reason: str | None) -> None:
+        """Called when a piece has come from the disk, or cannot come from there."""
+        if encode.is_over:
+            return
+        encode.unanswered -= 1
+        if reason is None:
+            self.known.stored(work.key, work.tokens, is_public=encode.state.is_public)
+            self.pieces.fetched(encode, work)
+        elif encode.reason is not None:
+            encode.reason = combined(encode.reason, reason)
+        if encode.unanswered > 0 or encode.is_over:
+            return
+        if any(work.waiters for work in encode.pieces):
+            self._compute(encode)
+        else:
+            # The requests that needed it have ended.
+            self.pieces.abandon(encode)
+
+    def records(self, encode: Encode) -> list[Record]:
+        """Returns the records of the rows that an encode saves."""
+        return [self._record(encode, work) for work in encode.pieces]
 
     def submit(self) -> None:
         """Submits the encodes to vLLM's scheduler, which then calls the connector for each of them."""
@@ -229,6 +292,10 @@ class Chunks:
         return [encode]
 
     def stored(self, encode: Encode) -> None:
+        for work in encode.pieces:
+            self.known.stored(work.key, work.tokens, is_public=encode.state.is_public)
+        if not encode.state.is_served and encode.reason is not None:
+            encode.state.missed.setdefault(encode.number, encode.reason)
         self.pieces.stored(encode)
 
     def lost(self, encode: Encode) -> None:
@@ -263,15 +330,16 @@ class Chunks:
             return {"chunk_error": tracked.refused}
         if tracked.chunks is None or not tracked.chunks.is_served:
             return None
-        counts = tracked.chunks.counts()
+        counts, missed = tracked.chunks.counts(), tracked.chunks.missed
         if was_answered:
             for name, count in counts.items():
                 self.answered[name] += count
-        return counts
+        return {**counts, "chunk_missed": {str(number): missed[number] for number in sorted(missed)}} if missed else counts
 
     def reset(self) -> list[str]:
         """Forgets all chunks. Returns the IDs of the encodes that were under way, which vLLM must abort."""
         self.new_encodes.clear()
+        self.known.reset()
         return [encode.name for encode in self.pieces.reset()]
 
     # The host schedules.
@@ -297,6 +365,8 @@ class Chunks:
         end = state.plan.question_start
         first = end - count
         rows = self._rows(state, first, writable(tables))
+        if self.asks is not None:
+            self.asks.use([hold.chunk_hash.hash_bytes for _, hold in state.held()], of_prefix=False)
         if state.plan.recompute == "none":
             return Load(request.request_id, rows, [])
         # A model whose tokens can be recomputed has one table.

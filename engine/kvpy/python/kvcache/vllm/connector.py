@@ -46,7 +46,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = ChunkScheduler(vllm_config, shape, settings)
         else:
-            self._worker = ChunkWorker(vllm_config, shape)
+            self._worker = ChunkWorker(vllm_config, shape, settings)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -67,7 +67,11 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         loads, saves = self._scheduler.orders(scheduler_output)
         is_idle = not scheduler_output.num_scheduled_tokens
-        return Orders(loads, saves, is_idle=is_idle, was_reset=self._scheduler.take_reset())
+        orders = Orders(loads, saves, is_idle=is_idle, was_reset=self._scheduler.take_reset())
+        disk = self._scheduler.disk_orders(scheduler_output, saves)
+        if disk is not None:
+            orders.disk = disk
+        return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -75,6 +79,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.not_saved(meta.not_saved)
             self._scheduler.saved(meta.saved)
             self._scheduler.not_loaded(meta.not_loaded)
+            self._scheduler.fetched(meta.fetched)
         self._scheduler.received(connector_output.finished_recving or set())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -92,11 +97,12 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.reset()
 
     def has_pending_push_work(self) -> bool:
-        # After a reset of an idle vLLM, a step tells workers, routers and metrics.
-        return self._scheduler is not None and self._scheduler.was_reset
+        # After a reset of an idle vLLM, a step tells workers, routers and metrics. What the disk is asked for
+        # holds memory until it answers.
+        return self._scheduler is not None and (self._scheduler.was_reset or self._scheduler.waits_for_disk())
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._scheduler.stats() if self._scheduler is not None else None
+        return self._scheduler.stats() if self._scheduler is not None else self._worker.stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -117,10 +123,13 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker.register(kv_caches)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        orders = self._get_connector_metadata()
+        self._worker.begin_step(orders.disk, was_reset=orders.was_reset)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         orders = self._get_connector_metadata()
-        if orders.was_reset:
-            self._worker.forget()
         self._worker.start_loads(orders.loads, orders.is_idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -132,7 +141,8 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         return
 
     def wait_for_save(self) -> None:
-        self._worker.save(self._get_connector_metadata().saves)
+        orders = self._get_connector_metadata()
+        self._worker.save(orders.saves, orders.disk)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._worker.loaded()
@@ -146,9 +156,13 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         saved, not_saved, not_loaded = self._worker.report()
-        if not (saved or not_saved or not_loaded):
+        fetched = self._worker.fetched()
+        if not (saved or not_saved or not_loaded or fetched):
             return None
-        return Report({name: 1 for name in saved}, not_saved, not_loaded)
+        report = Report({name: 1 for name in saved}, not_saved, not_loaded)
+        if fetched:
+            report.fetched = fetched
+        return report
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvcache import KvCacheError, Ropes, key_root
 
 from .adapters import stamp_of
+from .disk.settings import check_seconds, check_version, folder_of, limit_of
+from .sizes import size_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.request import Request
-
-UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 class UnsupportedHostError(RuntimeError):
@@ -43,6 +41,16 @@ class Settings:
     """Bytes of host memory for ordinary prompts' blocks, over all ranks; 0 turns the tier off."""
     question_memory: int = 2 << 30
     """Bytes of memory for the copy of a prompt in which a question chooses tokens, over all ranks."""
+    disk_path: str | None = None
+    """The folder in which chunks and prefixes survive a restart, or none."""
+    disk_limit: int = 0
+    """Bytes of the files in that folder, over all ranks."""
+    disk_deadline: float = 2.0
+    """Seconds that a request may wait for the disk."""
+    disk_loads: str = "if-faster"
+    """``if-faster``: what is computed sooner is not loaded. ``always``: everything is loaded."""
+    disk_version: str = ""
+    """A part of every record's identity. Change it when weights change without their files changing."""
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> Settings:
@@ -54,7 +62,7 @@ class Settings:
         values = dict(extra)
         for name in ("host_memory", "prefix_memory", "question_memory"):
             if name in values:
-                values[name] = _bytes(name, values[name])
+                values[name] = size_of(name, values[name])
         settings = cls(**values)
         for name in ("prefix_memory", "question_memory"):
             if type(getattr(settings, name)) is not int or getattr(settings, name) < 0:
@@ -62,19 +70,24 @@ class Settings:
         for name in ("host_memory", "block_size", "max_chunk_tokens", "max_chunks"):
             if type(getattr(settings, name)) is not int or getattr(settings, name) <= 0:
                 raise ValueError(f"{name} is {getattr(settings, name)!r}: it must be a number above 0")
-        return settings
+        return replace(settings, **_disk(settings, set(extra)))
 
 
-def _bytes(name: str, value: Any) -> Any:
-    """Returns a size in bytes, given as a number, or as a text with a unit. Raises ``ValueError`` for other
-    texts."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|KiB|MiB|GiB|TiB)", value.strip())
-        if match is None:
-            raise ValueError(f"{name} is {value!r}: it must be a number of bytes, or a number with KiB, MiB, GiB or TiB")
-        value = float(match[1]) * UNITS[match[2]]
-    # Whole bytes; a float such as 8e9 is a number of bytes, too.
-    return int(value) if isinstance(value, float) and math.isfinite(value) else value
+def _disk(settings: Settings, given: set[str]) -> dict[str, Any]:
+    """Checks the settings about the disk. Returns them in their final form."""
+    if settings.disk_path is None:
+        alone = sorted(name for name in given if name.startswith("disk_"))
+        if alone:
+            raise ValueError(f"{alone[0]} is set, but disk_path is not; set disk_path to the folder for the records")
+        return {}
+    if "disk_limit" not in given:
+        raise ValueError('disk_path needs the setting disk_limit: the size of the file in that folder, such as "50GiB"')
+    check_seconds("disk_deadline", settings.disk_deadline)
+    check_version("disk_version", settings.disk_version)
+    if settings.disk_loads not in ("if-faster", "always"):
+        raise ValueError(f"disk_loads is {settings.disk_loads!r}: it must be \"if-faster\" or \"always\"")
+    return {"disk_path": folder_of("disk_path", settings.disk_path), "disk_limit": limit_of("disk_limit", settings.disk_limit)}
+
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,51 @@ class Save:
     of_prefix: bool = False
 
 
+@dataclass
+class Record:
+    """A piece of a chunk, or a block of an ordinary prompt, as a record on a disk."""
+
+    key: bytes
+    """Covers everything that the bytes depend on but the host and its weights."""
+    tokens: list[int]
+    start: int
+    """The position of the first key."""
+    blocks: list[int]
+    """The blocks in host memory. Empty if the record is only looked up."""
+    of_prefix: bool = False
+    parent: bytes | None = None
+    """The key of the block before it. A block is only found through the blocks before it."""
+    is_public: bool = True
+    """False if no other tenant may learn that these tokens are stored."""
+
+
+@dataclass
+class Fetch:
+    """Records that a request lacks, to be read from the disk into host memory."""
+
+    name: str
+    records: list[Record]
+
+
+@dataclass
+class DiskOrders:
+    """Orders about the disk, in a step of a host that has one."""
+
+    saves: dict[str, list[Record]]
+    """The records of the rows that this step saves to host memory, by the name of the save."""
+    fetches: list[Fetch]
+    used: list[tuple[bool, list[bytes]]]
+    """Keys of records that were found in host memory, which therefore leave the disk last. Each list comes with whether it
+    is of an ordinary prompt, and is in the order in which the records may leave."""
+    tokens: int
+    """The number of tokens that this step computes."""
+
+
 class Orders(KVConnectorMetadata):
     """Orders for one step."""
+
+    disk: DiskOrders | None = None
+    """None without a disk."""
 
     def __init__(self, loads: list[Load], saves: list[Save], *, is_idle: bool, was_reset: bool) -> None:
         self.loads = loads
@@ -103,10 +146,18 @@ class Orders(KVConnectorMetadata):
         """True if the workers must forget what questions chose."""
 
 
+Answers = dict[str, dict[int, tuple[int, str | None]]]
+"""What became of records that were to be fetched, by the name of the fetch and the number of the record in it: the number
+of workers that say so, and None, or why the record is not in host memory."""
+
+
 class Report(KVConnectorWorkerMetadata):
     """A step's report: saved rows by name, each with the number of workers that saved it; rows that could not
     be saved; and requests whose rows could not be loaded.
     """
+
+    fetched: Answers | None = None
+    """The records that have been fetched, or could not be."""
 
     def __init__(self, saved: dict[str, int], not_saved: set[str], not_loaded: set[str]) -> None:
         self.saved = saved
@@ -118,4 +169,18 @@ class Report(KVConnectorWorkerMetadata):
         saved = dict(self.saved)
         for name, count in other.saved.items():
             saved[name] = saved.get(name, 0) + count
-        return Report(saved, self.not_saved | other.not_saved, self.not_loaded | other.not_loaded)
+        report = Report(saved, self.not_saved | other.not_saved, self.not_loaded | other.not_loaded)
+        if self.fetched or other.fetched:
+            report.fetched = merged(self.fetched or {}, other.fetched or {})
+        return report
+
+
+def merged(one: Answers, other: Answers) -> Answers:
+    """Adds up the answers of workers. A record that one of them lacks is not used."""
+    sums = {name: dict(answers) for name, answers in one.items()}
+    for name, answers in other.items():
+        known = sums.setdefault(name, {})
+        for number, (count, reason) in answers.items():
+            before, first = known.get(number, (0, None))
+            known[number] = (before + count, first or reason)
+    return sums

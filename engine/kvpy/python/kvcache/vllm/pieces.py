@@ -107,10 +107,17 @@ class Pieces:
         for work in encode.pieces:
             if not encode.state.is_served:
                 encode.state.computed[work.key] = work.reservation.num_tokens
-            hold = work.reservation.store()
-            for state, number, index in work.waiters:
-                state.pieces[number][index] = hold.share()
-            hold.release()
+            _hand_over(work)
+
+    def fetched(self, encode: Encode, work: Work) -> None:
+        """Stores a piece of an encode that came from a disk, and hands it to the requests that wait for it. Ends the
+        encode if it was the last one."""
+        if encode.pieces == [work]:
+            self._end(encode)
+        else:
+            encode.pieces.remove(work)
+            del self.under_way[work.key]
+        _hand_over(work)
 
     def abandon(self, encode: Encode) -> set[ChunkState]:
         """Frees the memory of an encode's pieces. Returns the requests that waited for them, which will ask
@@ -185,6 +192,13 @@ class Pieces:
         state.room = None
         if state in self.queue:
             self.queue.remove(state)
+
+
+def _hand_over(work: Work) -> None:
+    hold = work.reservation.store()
+    for state, number, index in work.waiters:
+        state.pieces[number][index] = hold.share()
+    hold.release()
 
 
 def _give_back(outcomes: list[list[Outcome]]) -> None:

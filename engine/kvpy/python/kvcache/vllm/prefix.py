@@ -9,6 +9,8 @@ A block has the rows of all layers, also if vLLM keeps a table of blocks for eac
 token before it, the model, an adapter and the client's salt. Requests with chunks neither save nor find blocks here,
 because their attention, and so their bytes, differ.
 
+With a disk, a request that is looked up first asks it for the blocks that host memory lacks.
+
 A prompt is only found from its first block on. The pool therefore evicts the last block of a prompt first, a block
 is dropped if the block before it is gone, and whoever finds or adds to a prompt renews all of its blocks.
 """
@@ -19,11 +21,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcache import BlockPool, KvCacheError, prefix_keys
+from kvcache import BlockPool, KvCacheError, MutableBlocks, prefix_keys
 
+from .disk.asks import Asks
+from .disk.prefixes import PrefixDisk
 from .events import TierEvents
 from .host import Geometry, Roots, Settings
-from .orders import Load, Save, Tables, runs_of, writable
+from .missed import Known, combined
+from .orders import Load, Record, Save, Tables, runs_of, writable
 from .requests import BlockSaving, PrefixState, Saving, Tracked
 
 if TYPE_CHECKING:
@@ -44,6 +49,12 @@ class NoPrefixes:
     def saves(self, tracked: Tracked, count: int) -> Sequence[Saving]:
         return ()
 
+    def records(self, saving: Saving) -> list[Record]:
+        return []
+
+    def ended(self, tracked: Tracked) -> dict[str, Any] | None:
+        return None
+
     def take_events(self) -> Iterable[Any]:
         return ()
 
@@ -63,13 +74,17 @@ class NoPrefixes:
 class Prefixes:
     """The blocks in host memory: the requests that find them, and the blocks being saved."""
 
-    def __init__(self, shape: Geometry, settings: Settings, roots: Roots, host: Any, events: TierEvents | None) -> None:
+    def __init__(
+        self, shape: Geometry, settings: Settings, roots: Roots, host: Any, events: TierEvents | None, asks: Asks | None = None
+    ) -> None:
+        self.disk = PrefixDisk(self, asks) if asks is not None else None
         # Each step can store and evict every block once.
         kept_events = 4 * shape.prefix_blocks if events is not None else 0
         self.pool = BlockPool(shape.prefix_blocks, policy=settings.cache_policy, events=kept_events)
         self.events = events
         self.block_size = shape.engine_block_size
         self.roots, self.host = roots, host
+        self.known = Known()
         self.saving: dict[bytes, BlockSaving] = {}
         """Blocks that are being saved to host memory, by key."""
         self.numbers = itertools.count()
@@ -89,7 +104,7 @@ class Prefixes:
             state.keys += prefix_keys(parent, list(request.all_token_ids[done * size : wanted * size]), size)
         return state.keys[:wanted]
 
-    def matched(self, tracked: Tracked, num_computed: int) -> tuple[int, bool]:
+    def matched(self, tracked: Tracked, num_computed: int) -> tuple[int | None, bool]:
         """Holds the blocks after the first ``num_computed`` tokens, which vLLM has. Returns the answer to
         vLLM."""
         if not tracked.is_plain():
@@ -101,13 +116,36 @@ class Prefixes:
         if state.is_barred:
             return 0, False
         # At least one token is left to compute. The whole prompt is renewed, also the blocks that vLLM has.
-        found = self.pool.lookup(self._keys(request, state, request.num_tokens - 1))
+        keys = self._keys(request, state, request.num_tokens - 1)
+        found = self.pool.lookup(keys)
+        if self.disk is not None and self.disk.waits(request, state, keys, found, num_computed):
+            return None, False
+        if self.disk is not None:
+            # The beginning leaves last.
+            self.disk.asks.use(keys[: len(found)][::-1], of_prefix=True)
+        self._note_report(state, keys, len(found), num_computed)
         tokens = len(found) * self.block_size - num_computed
         if tokens <= 0:
             found.release()
             return 0, False
         state.first_found, state.found = num_computed, found
         return tokens, True
+
+    def _note_report(self, state: PrefixState, keys: list[bytes], found: int, num_computed: int) -> None:
+        """Notes what was found for a request when it was looked up first."""
+        if state.report is not None:
+            return
+        own, missing = num_computed // self.block_size, max(found, num_computed // self.block_size)
+        state.report = {"prefix_tokens_found": max(0, found - own) * self.block_size}
+        if missing < len(keys):
+            host = self.known.why_absent(keys[missing], [], is_public=False)
+            state.report["prefix_missed"] = combined(host, state.fetch.reason if state.fetch is not None else None)
+
+    def ended(self, tracked: Tracked) -> dict[str, Any] | None:
+        """Returns what the answer of an ordinary request says about its blocks, if the request asks for that."""
+        params, state = tracked.request.kv_transfer_params, tracked.prefix
+        is_asked = isinstance(params, dict) and params.get("prefix_report") is True
+        return state.report if is_asked and state is not None and tracked.is_plain() else None
 
     def load(self, tracked: Tracked, tables: Tables, count: int) -> Load:
         """Returns the rows of the ``count`` tokens that were found."""
@@ -142,6 +180,22 @@ class Prefixes:
             kept.append(saving)
         return kept
 
+    def records(self, saving: BlockSaving) -> list[Record]:
+        """Returns a block that is being saved as a record for the disk."""
+        return self.disk.records(saving) if self.disk is not None else []
+
+    def note(self, request: Request, keys: list[bytes], first: int) -> None:
+        """Notes the blocks, from index ``first`` of a request on, that are on their way to host memory."""
+        if self.events is not None:
+            for index, key in enumerate(keys, start=first):
+                self.events.note(key, request, index)
+
+    def drop(self, key: bytes, room: MutableBlocks) -> None:
+        """Frees memory for a block that has not come."""
+        room.release()
+        if self.events is not None:
+            self.events.drop(key)
+
     def new_blocks(self, tracked: Tracked, tokens: int) -> list[BlockSaving]:
         """Reserves memory for the full blocks of a request's first ``tokens`` tokens that the tier lacks.
         """
@@ -163,11 +217,11 @@ class Prefixes:
                     # the next step offers it again.
                     break
                 parent = keys[index - 1] if index else None
-                saving = BlockSaving(f"{SAVE}{next(self.numbers)}", self, room, parent, key, index, before)
+                tokens_of = list(request.all_token_ids[index * self.block_size : (index + 1) * self.block_size])
+                saving = BlockSaving(f"{SAVE}{next(self.numbers)}", self, room, parent, key, index, tokens_of, before)
                 self.saving[key] = saving
                 new.append(saving)
-                if self.events is not None:
-                    self.events.note(key, request, index)
+                self.note(request, [key], index)
             state.offered = index + 1
         if not new:
             before.release()
@@ -182,19 +236,15 @@ class Prefixes:
     def stored(self, saving: BlockSaving) -> None:
         del self.saving[saving.key]
         if saving.parent is not None and not self.pool.cached_prefix([saving.parent]):
-            self._drop(saving)
+            self.drop(saving.key, saving.blocks)
             return
         saving.blocks.register([saving.key], saving.parent).release()
+        self.known.stored(saving.key, [], is_public=False)
         self.blocks_saved += 1
 
     def lost(self, saving: BlockSaving) -> None:
         del self.saving[saving.key]
-        self._drop(saving)
-
-    def _drop(self, saving: BlockSaving) -> None:
-        saving.blocks.release()
-        if self.events is not None:
-            self.events.drop(saving.key)
+        self.drop(saving.key, saving.blocks)
 
     def take_events(self) -> Iterable[Any]:
         """Returns vLLM's events since the last call."""
@@ -216,6 +266,9 @@ class Prefixes:
         for saving in list(self.saving.values()):
             self.lost(saving)
             saving.before.release()
+        self.known.reset()
+        if self.disk is not None:
+            self.disk.reset()
         self.pool.clear_cached()
 
     def counts(self) -> tuple[dict[str, int], dict[str, float]]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcache import ChunkReservation, ChunkWaiter, MutableBlocks, PieceHold, SharedBlocks
 
-from .orders import Save
+from .orders import Record, Save
 from .prompt import ChunkPlan
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from .disk.prefixes import PrefixFetch
 
 Outcome = PieceHold | ChunkReservation | ChunkWaiter | None
 """What a lookup in the chunk cache returns for a piece."""
@@ -27,6 +28,9 @@ class Saver(Protocol):
 
     def lost(self, saving: Saving) -> None:
         """Called when a worker could not save the rows. Frees their memory."""
+
+    def records(self, saving: Saving) -> list[Record]:
+        """Returns the rows as records for a disk."""
 
 
 @dataclass(eq=False)
@@ -52,6 +56,14 @@ class Encode(Saving):
     """The missing pieces."""
     state: ChunkState
     """The request that lacked the pieces first."""
+    number: int
+    """The number of the part in that request."""
+    request: Request
+    """The request that computes the part, unless the disk has all of its pieces."""
+    unanswered: int = 0
+    """The number of pieces that the disk is asked for."""
+    reason: str | None = None
+    """Why a piece was neither in host memory nor on the disk."""
     is_over: bool = False
     """True once the pieces are stored, or given up."""
 
@@ -63,6 +75,7 @@ class Work:
     start: int
     """The index of the piece's first token in its part."""
     reservation: ChunkReservation
+    tokens: list[int] = field(default_factory=list)
     waiters: list[tuple[ChunkState, int, int]] = field(default_factory=list)
     """The requests that wait for the piece, each with the number of the part and of the piece in it."""
 
@@ -81,6 +94,7 @@ class BlockSaving(Saving):
     key: bytes
     index: int
     """The index of the block in the request."""
+    tokens: list[int]
     before: SharedBlocks
     """The blocks before it that were known when the saves began. The last of these saves ends the hold."""
 
@@ -101,6 +115,8 @@ class ChunkState:
     """The number of blocks of each piece of a part, by hash. Known for requests that there was no room for."""
     computed: dict[bytes, int] = field(default_factory=dict)
     """The number of tokens of each piece that was computed for this request, by hash."""
+    missed: dict[int, str] = field(default_factory=dict)
+    """Why each part that was computed for this request was not found, by its number."""
     is_served: bool = False
     """True once vLLM has run the request with its chunks. Later lookups are not counted."""
     losses: int = 0
@@ -130,8 +146,13 @@ class ChunkState:
                 yield start, hold
                 start += hold.num_tokens
 
+    @property
+    def is_public(self) -> bool:
+        """True if other tenants may learn that the request's documents are stored."""
+        return self.salt is None
+
     def counts(self) -> dict[str, int]:
-        """Returns what the request's answer says about its chunks."""
+        """Returns how many tokens of chunks were reused, and how many were computed."""
         computed = sum(self.computed.values())
         return {"chunk_tokens_reused": self.plan.question_start - computed, "chunk_tokens_computed": computed}
 
@@ -181,6 +202,10 @@ class PrefixState:
     """The blocks that were found, until they are copied."""
     copied: int = 0
     """The number of tokens that are being copied."""
+    fetch: PrefixFetch | None = None
+    """What the disk is asked for."""
+    report: dict[str, Any] | None = None
+    """What was found when the request was looked up first, and why the rest was not."""
     is_barred: bool = False
     """True if the request's blocks could not be copied in, so it is computed instead."""
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from .adapters import Adapters
 from .chunks import Chunks
+from .disk.asks import Asks
 from .events import tier_events
 from .host import Geometry, Roots, Settings, caller_of, was_answered
 from .names import Names
-from .orders import Load, Save
+from .orders import Answers, DiskOrders, Load, Save
 from .prefix import NoPrefixes, Prefixes
 from .requests import Saving, Tracked, set_salt
 from .stats import ChunkStats, Counting
@@ -39,10 +40,12 @@ class ChunkScheduler:
         self.counting = Counting()
         roots = Roots(vllm_config, shape)
         self.names, self.adapters = Names(), Adapters()
-        self.chunks = Chunks(vllm_config, shape, settings, roots, self.names, self.host, self.requests)
+        self.asks = Asks(self.ranks) if settings.disk_path is not None else None
+        """The questions to the disks of the ranks."""
+        self.chunks = Chunks(vllm_config, shape, settings, roots, self.names, self.host, self.requests, self.asks)
         has_prefixes = shape.prefix_blocks > 0
         events = tier_events(vllm_config, self.host, shape)
-        self.prefixes = Prefixes(shape, settings, roots, self.host, events) if has_prefixes else NoPrefixes()
+        self.prefixes = Prefixes(shape, settings, roots, self.host, events, self.asks) if has_prefixes else NoPrefixes()
 
     def on_new_request(self, request: Request) -> None:
         known = self.requests.get(request.request_id)
@@ -98,7 +101,24 @@ class ChunkScheduler:
                 saves.append(saving.order)
         return loads, saves
 
+    def disk_orders(self, output: SchedulerOutput, saves: list[Save]) -> DiskOrders | None:
+        """Returns the orders about the disk for a step with these saves; None without a disk."""
+        if self.asks is None:
+            return None
+        savings = [self.saving[save.name] for save in saves]
+        records = {saving.name: saving.owner.records(saving) for saving in savings}
+        return DiskOrders(records, self.asks.take_orders(), self.asks.take_used(), sum(output.num_scheduled_tokens.values()))
+
     # The workers report.
+
+    def waits_for_disk(self) -> bool:
+        return self.asks is not None and bool(self.asks.under_way)
+
+    def fetched(self, answers: Answers | None) -> None:
+        """Takes the workers' answers about records on the disk."""
+        if self.asks is not None and answers:
+            self.asks.answer(answers)
+            self.chunks.submit()
 
     def saved(self, counts: dict[str, int]) -> None:
         """Records the number of workers that have saved each of the named rows."""
@@ -158,7 +178,7 @@ class ChunkScheduler:
         tracked.has_ended = True
         if not tracked.is_receiving:
             self._forget(tracked)
-        return self.chunks.ended(tracked, was_answered=was_answered(request))
+        return self.chunks.ended(tracked, was_answered=was_answered(request)) or self.prefixes.ended(tracked)
 
     def _let_go(self, tracked: Tracked) -> None:
         """Ends the holds of a request whose rows are in vLLM's blocks. After a preemption, vLLM asks again."""
@@ -197,6 +217,8 @@ class ChunkScheduler:
                 # is computed from them.
                 tracked.is_stale, tracked.salt_before = True, request.cache_salt
                 set_salt(request, self.names.fresh_salt())
+        if self.asks is not None:
+            self.asks.reset()
         encodes = self.chunks.reset()
         self.prefixes.reset()
         self.saving.clear()

@@ -12,6 +12,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from .disk import metrics as disk
+
 COUNTERS = {
     "chunk_tokens_reused": "Tokens of chunks that an answered request did not have to compute.",
     "chunk_tokens_computed": "Tokens of chunks that were computed for an answered request.",
@@ -20,10 +22,13 @@ COUNTERS = {
     "prefix_tokens_found": "Tokens of ordinary prompts that were found in host memory.",
     "prefix_blocks_saved": "Blocks of ordinary prompts that were saved to host memory.",
     "prefix_blocks_evicted": "Blocks of ordinary prompts evicted to make room.",
+    **{f"tier_{name}": text for name, text in disk.SLAB_COUNTERS.items()},
 }
+TIER_GAUGES = tuple(f"tier_{name}" for name in disk.GAUGES)
 GAUGES = {
     "chunk_memory_usage_perc": "The share of the memory for chunks that is used, from 0 to 1.",
     "prefix_memory_usage_perc": "The share of the memory for prefixes that is used, from 0 to 1.",
+    **{f"tier_{name}": text for name, text in disk.GAUGES.items()},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -9,21 +10,34 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from .arenas import Arenas, GroupCache
-from .host import Geometry, LayerGroup, UnsupportedHostError, caller_of, ropes_for
+from .disk.open import open_disk
+from .host import Geometry, LayerGroup, Settings, UnsupportedHostError, caller_of, ropes_for
 from .layout import arena_device, block_size_of, device_of, foreign_cache, place_of
+from .stats import TIER_GAUGES, Counting
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    from .disk.store import DiskStore
+    from .orders import Answers, DiskOrders
+    from .stats import ChunkStats
+
 logger = init_logger("vllm.kvcache")
+
+MEASURED = 32
+"""The number of tokens of the smallest step whose time says how long computing takes."""
+IDLE_WAIT = 0.01
+"""The number of seconds that a step without work waits for the disk."""
+CLOSE = 30.0
+"""The number of seconds in which the disk may take its last records."""
 
 
 class ChunkWorker:
     """Carries out a rank's orders and reports on them."""
 
-    def __init__(self, vllm_config: VllmConfig, shape: Geometry) -> None:
-        self.config = vllm_config
+    def __init__(self, vllm_config: VllmConfig, shape: Geometry, settings: Settings | None = None) -> None:
+        self.config, self.settings = vllm_config, settings or Settings()
         own = {name for group in shape.groups for name in group.layers}
         # vLLM creates layers in the model's order.
         self.layers = [name for name in vllm_config.compilation_config.static_forward_context if name in own]
@@ -38,6 +52,10 @@ class ChunkWorker:
         """Chunks."""
         self.prefixes: Any = None
         """Blocks of ordinary prompts, as large as the engine's."""
+        self.disk: DiskStore | None = None
+        """The records on the disk, if there is one."""
+        self.counting = Counting()
+        self.step_began = 0.0
         self.recomputer: Any = None
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
         self.loading: dict[str, Future[None]] = {}
@@ -66,6 +84,9 @@ class ChunkWorker:
         self.arena = chunks = Arenas(groups, shape.num_blocks, shape.block_size)
         if shape.prefix_blocks > 0:
             self.prefixes = Arenas(groups, shape.prefix_blocks, shape.engine_block_size)
+        if self.settings.disk_path is not None:
+            arenas = {False: self.arena} if self.prefixes is None else {False: self.arena, True: self.prefixes}
+            self.disk = open_disk(self.config, self.settings, shape, self.layers, arenas)
         # A model whose tokens can be recomputed has one group.
         self.recomputer = Recomputer(self.config, runner, self.layers, tensors, orders[0], self.block_size, chunks.load_first)
 
@@ -86,8 +107,34 @@ class ChunkWorker:
         )
 
     def forget(self) -> None:
-        """Forgets what questions chose."""
+        """Forgets what questions chose, and what is on the disk."""
         self.recomputer.forget()
+        if self.disk is not None:
+            self.disk.forget()
+
+    def begin_step(self, orders: DiskOrders | None, *, was_reset: bool) -> None:
+        """Starts to fetch records from the disk, before the step computes."""
+        if was_reset:
+            self.forget()
+        self.step_began = time.monotonic()
+        if self.disk is not None and orders is not None:
+            self.disk.use(orders.used)
+            self.disk.fetch(orders.fetches)
+
+    def fetched(self) -> Answers:
+        """Returns what became of records since the last call."""
+        if self.disk is None:
+            return {}
+        # If no request runs, wait here for a moment instead of in empty steps.
+        return self.disk.take_answers(IDLE_WAIT if self.is_idle else 0.0)
+
+    def stats(self) -> ChunkStats | None:
+        """Returns the counts of the disk since the last call."""
+        if self.disk is None:
+            return None
+        usage = {f"tier_{name}": value for name, value in self.disk.usage().items()}
+        gauges = {name: float(usage.pop(name)) for name in TIER_GAUGES}
+        return self.counting.report(usage, gauges)
 
     # Decision: docs/decisions/vllm.md#plain-reuse-loads-asynchronously-recomputation-within-its-step
     def start_loads(self, loads: list[Any], is_idle: bool) -> None:
@@ -147,16 +194,23 @@ class ChunkWorker:
         self.failed.update(block_ids)
         self.not_loaded.add(request_id)
 
-    def save(self, saves: list[Any]) -> None:
-        """Copies rows to host memory, after the step that computed them."""
+    def save(self, saves: list[Any], orders: DiskOrders | None = None) -> None:
+        """Copies rows to host memory, after the step that computed them, and has the disk store them."""
         if saves:
             # Rows are copied on a different stream, so the model's stream has to be done.
             self._wait(self._event())
+        disk = self.disk if orders is not None else None
+        if disk is not None and saves and orders.tokens >= MEASURED:
+            disk.measured(orders.tokens, time.monotonic() - self.step_began)
         for save in saves:
             arena = self.prefixes if save.of_prefix else self.arena
             try:
+                if disk is not None:
+                    disk.claim((block for to, _ in save.rows for block in to[0]), of_prefix=save.of_prefix)
                 for to, sources in save.rows:
                     arena.save(to, sources)
+                if disk is not None:
+                    disk.store(orders.saves[save.name])
                 self.just_saved.append(save.name)
             except Exception as error:
                 logger.error("%s could not be copied to host memory: %s", save.name, error)
@@ -199,3 +253,5 @@ class ChunkWorker:
 
     def shutdown(self) -> None:
         self.threads.shutdown(wait=True)
+        if self.disk is not None:
+            self.disk.close(CLOSE)

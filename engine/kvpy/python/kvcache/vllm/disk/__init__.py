@@ -1,8 +1,22 @@
-"""A disk tier for vLLM's own ``OffloadingConnector``: the blocks of ordinary prompts survive a restart.
+"""Disks below vLLM: what was computed survives a restart.
+
+For the connector, whose chunks and ordinary prompts are in its own host memory:
+
+- ``open``: opens a rank's disk, as the settings say
+- ``store``: a rank's records, and the thread that copies them
+- ``epoch``: what a reset forgets
+- ``asks``: the scheduler's questions to the disks of all ranks
+- ``prefixes``: the questions for ordinary prompts
+
+For vLLM's own ``OffloadingConnector``:
 
 - ``tier``: ``SlabTier``, which vLLM loads as a secondary tier
 - ``jobs``: the threads that read and write
-- ``identity``: everything that a block's bytes depend on apart from its hash
-- ``settings``: the tier's settings
 - ``cpu``: ``CpuTieringSpec``, with which vLLM offloads on a CPU
+
+For both:
+
+- ``identity``: everything that the bytes of a record depend on apart from its key
+- ``settings``: the settings
+- ``metrics``: the names of what is counted
 """

@@ -1,7 +1,8 @@
 """The identity of blocks: everything that their bytes depend on apart from vLLM's hash.
 
 vLLM's hash covers the tokens up to the block's end, the salt, other inputs, and the adapter's name. It does not cover
-the weights or the layout, because it never leaves the process.
+the weights or the layout, because it never leaves the process. The connector's own keys cover more, but not the files of
+the weights either.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.kv_offload.base import OffloadingSpec
 
+    from ..host import Geometry
+
 
 # Decision: docs/decisions/vllm.md#a-block-on-the-disk-is-identified-by-more-than-its-hash
 def identity(spec: OffloadingSpec, vllm_config: VllmConfig, row_bytes: int, version: str) -> str:
     """Returns a text that differs if the bytes of blocks with equal hashes may differ. Raises ``ValueError`` if they
     may differ in a way that no process can see.
     """
-    import vllm
-
     config, cache = spec.config, vllm_config.cache_config
     if str(cache.prefix_caching_hash_algo).startswith("xxhash"):
         raise ValueError(
@@ -37,25 +38,52 @@ def identity(spec: OffloadingSpec, vllm_config: VllmConfig, row_bytes: int, vers
             "vLLM identifies an adapter by its name alone, so SlabTier would find an adapter's old blocks after its files have "
             "changed; give SlabTier the setting version, a text that you change whenever an adapter changes"
         )
-    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     parallel = config.parallel
     return json.dumps(
         {
-            "record": 1,
-            "vllm": vllm.__version__,
-            "version": version,
-            "model": _model(vllm_config.model_config),
-            "draft": _model(draft) if draft is not None else None,
+            **_host(vllm_config, version),
             "dtype": config.model.dtype,
             "hash": [cache.prefix_caching_hash_algo, config.cache.tokens_per_hash],
             "groups": [[group.group_id, group.tokens_per_block, _digest(group.layer_names)] for group in config.groups],
             "bytes": [row_bytes, config.worker_kv_bytes_per_block, config.cache.blocks_per_chunk],
             "layout": [config.kv_cache_layout, config.canonical_layout, config.replicated_layout],
             "ranks": [parallel.rank, parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size],
-            "attention": _attention(vllm_config),
         },
         sort_keys=True,
     )
+
+
+def own_identity(vllm_config: VllmConfig, layers: list[str], shape: Geometry, rank: int, version: str) -> str:
+    """Returns a text that differs if the bytes of the connector's records with equal keys may differ."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    groups = [(group.kind, group.window, group.layers) for group in shape.groups]
+    rows = [_digest(groups), shape.num_heads, shape.head_dim, shape.dtype]
+    return json.dumps(
+        {
+            **_host(vllm_config, version),
+            "connector": 1,
+            "layers": _digest(layers),
+            "rows": rows,
+            "blocks": [shape.block_size, shape.engine_block_size],
+            "ranks": [rank, ranks],
+        },
+        sort_keys=True,
+    )
+
+
+def _host(vllm_config: VllmConfig, version: str) -> dict[str, Any]:
+    """Describes what the bytes of any block depend on: the host, the weights, and the kernels."""
+    import vllm
+
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    return {
+        "record": 1,
+        "vllm": vllm.__version__,
+        "version": version,
+        "model": _model(vllm_config.model_config),
+        "draft": _model(draft) if draft is not None else None,
+        "attention": _attention(vllm_config),
+    }
 
 
 def _digest(value: Any) -> str:

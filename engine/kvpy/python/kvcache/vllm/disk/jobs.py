@@ -35,22 +35,29 @@ class Job:
     seconds: float = 0.0
 
 
+class Rest:
+    """Leaves a disk alone for a while after it has not answered in time."""
+
+    def __init__(self) -> None:
+        self.until = 0.0
+
+    def is_resting(self) -> bool:
+        return time.monotonic() < self.until
+
+    def begin(self) -> None:
+        self.until = time.monotonic() + REST
+
+
 class Direction:
     """The jobs of one direction, which one thread works on in their order."""
 
     def __init__(self, name: str, work: Callable[[Job], None], jobs: Jobs) -> None:
         self.work, self.jobs = work, jobs
         self.waiting: deque[Job | Callable[[], object]] = deque()
-        self.resting_until = 0.0
+        self.rest = Rest()
         self.given_up = False
         self.thread = threading.Thread(target=self.run, name=f"kvcache-disk-{name}", daemon=True)
         self.thread.start()
-
-    def is_resting(self) -> bool:
-        return time.monotonic() < self.resting_until
-
-    def rest(self) -> None:
-        self.resting_until = time.monotonic() + REST
 
     def run(self) -> None:
         while True:
@@ -67,7 +74,7 @@ class Direction:
 
     def end(self, job: Job) -> None:
         began = time.monotonic()
-        if self.is_resting():
+        if self.rest.is_resting():
             job.reason = "the disk has not answered in time, and is left alone for a while"
         elif self.given_up:
             job.reason = "vLLM ends"
@@ -155,7 +162,7 @@ class Jobs:
         counts = Counter(reason for reason in reasons if reason is not None)
         job.reason = ", ".join(f"{count} {reason}" for reason, count in counts.items()) or None
         if "late" in reasons:
-            self.loads.rest()
+            self.loads.rest.begin()
 
     def _store(self, job: Job) -> None:
         began = time.monotonic()
@@ -165,5 +172,5 @@ class Jobs:
             job.reason = "the disk refused, or has no room"
             if time.monotonic() - began >= self.write_deadline:
                 job.reason = "the disk did not answer in time"
-                self.stores.rest()
+                self.stores.rest.begin()
         self.slab.touch(job.names[::-1])

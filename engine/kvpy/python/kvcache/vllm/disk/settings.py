@@ -1,4 +1,4 @@
-"""The settings of a ``SlabTier``, from its entry in ``secondary_tiers``."""
+"""The settings of a ``SlabTier``, from its entry in ``secondary_tiers``, and the checks of settings about a disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from ..host import _bytes
+from ..sizes import size_of
 
 DAY = 24 * 60 * 60
 EXAMPLES = {"path": "the folder for its records, such as \"/var/lib/kvcache\"", "limit": "the size of its file, such as \"50GiB\""}
@@ -40,21 +40,44 @@ class SlabSettings:
         for name, field in known.items():
             if field.default is MISSING and given.get(name) is None:
                 raise ValueError(f"SlabTier needs the setting {name}: {EXAMPLES[name]}")
-        settings = cls(**{**given, "path": _path(given["path"]), "limit": _bytes("limit", given["limit"])})
-        if type(settings.limit) is not int or not 0 < settings.limit < 1 << 63:
-            raise ValueError(f"limit is {given['limit']!r}: it must be a number of bytes above 0 that a file can have, or a text such as \"50GiB\"")
+        settings = cls(**{**given, "path": folder_of("path", given["path"]), "limit": limit_of("limit", given["limit"])})
         for name in ("read_deadline", "write_deadline"):
-            value = getattr(settings, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= DAY:
-                raise ValueError(f"{name} is {value!r}: it must be a number of seconds above 0, at most a day")
-        if not isinstance(settings.version, str):
-            raise ValueError(f"version is {settings.version!r}: it must be a text")
+            check_seconds(name, getattr(settings, name))
+        check_version("version", settings.version)
         if settings.locality not in (None, "LOCAL", "REMOTE"):
             raise ValueError(f"locality is {settings.locality!r}: it must be \"LOCAL\" or \"REMOTE\"")
         return settings
 
 
-def _path(value: Any) -> str:
+def folder_of(name: str, value: Any) -> str:
+    """Returns a setting's folder as an absolute path. Raises ``ValueError`` if it is none."""
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ValueError(f"path is {value!r}: it must be {EXAMPLES['path']}")
+        raise ValueError(f"{name} is {value!r}: it must be {EXAMPLES['path']}")
     return os.path.abspath(os.path.expanduser(os.fspath(value)))
+
+
+def limit_of(name: str, value: Any) -> int:
+    """Returns the size of a file in bytes. Raises ``ValueError`` if it is none."""
+    limit = size_of(name, value)
+    if type(limit) is not int or not 0 < limit < 1 << 63:
+        raise ValueError(f"{name} is {value!r}: it must be a number of bytes above 0 that a file can have, or a text such as \"50GiB\"")
+    return limit
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises ``ValueError`` if a setting is not a deadline."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= DAY:
+        raise ValueError(f"{name} is {value!r}: it must be a number of seconds above 0, at most a day")
+
+
+def check_version(name: str, value: Any) -> None:
+    """Raises ``ValueError`` if a setting is not a version."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}: it must be a text")
+
+
+def check_room(name: str, given: Any, limit: int, record_bytes: int) -> None:
+    """Raises ``ValueError`` if a file of this size has no room for a few records."""
+    least = 8 * record_bytes + (1 << 20)
+    if limit < least:
+        raise ValueError(f"{name} is {given!r}, which is too small: a block takes {record_bytes} bytes; use at least {least}")

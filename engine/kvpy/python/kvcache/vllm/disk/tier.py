@@ -30,7 +30,8 @@ from kvcache._native import Slab
 from ..host import caller_of
 from .identity import identity
 from .jobs import Job, Jobs
-from .settings import SlabSettings
+from .metrics import COUNTERS, GAUGES
+from .settings import SlabSettings, check_room
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec, OffloadKey, ReqContext
@@ -39,26 +40,6 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvcache")
 
-GAUGES = {
-    "bytes": "Bytes of the disk tier's file that contain blocks or are set aside.",
-    "limit_bytes": "The size of the disk tier's file.",
-    "records": "Blocks in the disk tier.",
-}
-COUNTERS = {
-    "hits": "Blocks that were read from the disk tier.",
-    "misses": "Blocks that were to be read from the disk tier and were not, for any reason.",
-    "differs": "Blocks in the disk tier that belonged to another prompt or layout.",
-    "damaged": "Blocks in the disk tier whose bytes had changed.",
-    "deadline_exceeded": "Blocks that the disk did not deliver in time.",
-    "loads_skipped_slower": "Blocks that were not read because computing them is faster; vLLM does not measure that.",
-    "read_errors": "Blocks that the disk refused to read.",
-    "write_errors": "Writes that the disk refused.",
-    "stores_dropped": "Blocks that were not written, because there was no room.",
-    "evicted": "Blocks that were evicted from the disk tier.",
-    "loads_failed": "Blocks that vLLM asked for and did not get.",
-    "stores_failed": "Blocks that vLLM offered and that are not on the disk.",
-    "stores_refused": "Of these, blocks that were refused at once, because too many waited.",
-}
 PREFIX = "vllm:kvcache_tier_"
 
 
@@ -79,10 +60,7 @@ class SlabTier(SecondaryTierManager):
         chosen = SlabSettings.of(settings)
         self.locality = Locality(chosen.locality) if chosen.locality else None
         row_bytes = self.block_size_bytes
-        if chosen.limit < 8 * row_bytes + (1 << 20):
-            raise ValueError(
-                f"limit is {settings['limit']!r}, which is too small: a block takes {row_bytes} bytes; use at least {8 * row_bytes + (1 << 20)}"
-            )
+        check_room("limit", settings["limit"], chosen.limit, row_bytes)
         vllm_config = caller_of(KVConnectorBase_V1, "its connector")._vllm_config
         described = identity(offloading_spec, vllm_config, row_bytes, chosen.version)
         parallel = offloading_spec.config.parallel
@@ -102,7 +80,7 @@ class SlabTier(SecondaryTierManager):
         logger.info("SlabTier opened %s: %d blocks of at most %d bytes", self.folder, usage["records"], usage["limit_bytes"])
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._slab is None or self._jobs.loads.is_resting() or key in self._missed.get(req_context.req_id, ()):
+        if self._slab is None or self._jobs.loads.rest.is_resting() or key in self._missed.get(req_context.req_id, ()):
             return LookupResult.MISS
         return LookupResult.HIT if self._slab.contains(key) else LookupResult.MISS
 
