@@ -269,18 +269,66 @@ fn a_block_that_waits_is_found_and_held_again() {
 
 #[test]
 fn an_allocation_does_not_fail_because_held_blocks_follow_all_others() {
-    for shards in [1, 3] {
+    for (shards, taken) in [(1, 1), (1, 5), (3, 1), (3, 2), (3, 5)] {
         let pool = BlockPool::with_config(0..6, PoolConfig::default().shards(shards)).unwrap();
         let keys = KeyScope::new("m", b"").root().chain(&[7; 6], 1);
         let mut whole = pool.allocate(6).unwrap().register(None, &keys).unwrap();
         let end = whole.split_off(5).unwrap();
         drop(whole);
-        let taken = pool.allocate(5).unwrap();
-        assert_eq!((taken.len(), pool.counts().shared), (5, 1));
+        let taken = pool.allocate(taken).unwrap();
+        // The chain is still found from its first block on.
+        assert_eq!(pool.cached_prefix(&keys), 5 - taken.len(), "{shards} shards");
         pool.check_invariants().unwrap();
-        // The next contents of the block are not in the way of anything.
         drop((end, taken));
-        assert_eq!(pool.clear_cached(), 1);
+        pool.clear_cached();
+        assert_eq!(pool.counts().free, 6);
         pool.check_invariants().unwrap();
     }
+}
+
+#[test]
+fn a_block_that_comes_back_is_followed_by_the_blocks_that_stayed() {
+    for shards in [1, 3] {
+        let pool = BlockPool::with_config(0..6, PoolConfig::default().shards(shards)).unwrap();
+        let keys = KeyScope::new("m", b"").root().chain(&[7, 8, 9], 1);
+        let mut whole = pool.allocate(3).unwrap().register(None, &keys).unwrap();
+        let end = whole.split_off(1).unwrap();
+        drop(whole);
+        // Everything else is taken, too: the first block must leave.
+        let all = pool.allocate(4).unwrap();
+        assert_eq!(pool.cached_prefix(&keys), 0);
+        drop((all, end));
+        drop(pool.allocate(3).unwrap().register(None, &keys).unwrap());
+        pool.check_invariants().unwrap();
+        let mut taken = Vec::new();
+        for left in [3, 3, 3, 2, 1, 0] {
+            taken.push(pool.allocate(1).unwrap());
+            assert_eq!(pool.cached_prefix(&keys), left, "{shards} shards");
+        }
+    }
+}
+
+#[test]
+fn contents_do_not_wait_for_the_blocks_that_followed_others_before() {
+    let pool = BlockPool::with_config(0..3, PoolConfig::default()).unwrap();
+    let old = KeyScope::new("m", b"").root().chain(&[7, 8], 1);
+    let mut whole = pool.allocate(2).unwrap().register(None, &old).unwrap();
+    let end = whole.split_off(1).unwrap();
+    let first = whole.ids()[0];
+    drop(whole);
+    let block = pool.allocate(2).unwrap();
+    assert!(block.ids().contains(&first), "the first block was taken from the chain");
+    // The block follows the one that followed its old contents.
+    let (mut block, rest) = {
+        let mut block = block;
+        let rest = block.split_off(1).unwrap();
+        (block, rest)
+    };
+    if block.ids()[0] != first {
+        std::mem::swap(&mut block, &mut { rest });
+    }
+    drop(block.register(Some(old[1]), &[old[1].child(&[9])]).unwrap());
+    drop(end);
+    pool.check_invariants().unwrap();
+    assert_eq!(pool.allocate(3).unwrap().len(), 3, "no block waits for itself");
 }

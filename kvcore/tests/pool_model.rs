@@ -137,7 +137,7 @@ impl World {
 
     fn forget(&mut self, block: u32) {
         self.keys.retain(|_, (b, _)| *b != block);
-        self.before.remove(&block);
+        self.before.retain(|&follows, &mut before| follows != block && before != block);
         self.released.remove(&block);
     }
 
@@ -186,6 +186,7 @@ impl World {
             match known {
                 Some(known) if self.setup.duplicates == Duplicates::Merge => {
                     assert_eq!(got, known, "a known key gives the known block");
+                    self.before.extend(before.map(|before| (known, before)));
                 }
                 _ => {
                     assert_eq!(got, own, "an unknown key stays with its block");

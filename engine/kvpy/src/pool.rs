@@ -70,7 +70,8 @@ impl PyBlockPool {
     ) -> PyResult<Self> {
         let policy: PolicyKind = named("policy", policy)?;
         let events = (events > 0).then(|| Arc::new(EventQueue::new(events)));
-        let mut config = PoolConfig::default().policy(policy).chains(chains);
+        // Python holds one lock for all threads.
+        let mut config = PoolConfig::default().policy(policy).chains(chains).shards(1);
         if let Some(events) = &events {
             config = config.events(events.clone());
         }

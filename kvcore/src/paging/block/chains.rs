@@ -7,14 +7,19 @@ use crate::paging::sync::Mutex;
 /// The place before the first block of a chain.
 pub(super) const NO_BLOCK: u32 = u32::MAX;
 
-/// Set in the cell of a block that waits. The other bits are the number of blocks that follow.
+/// The bits of a cell that count the blocks that follow, and the bits of a link with the index of a block. A pool
+/// has at most as many blocks.
+const COUNT: u32 = (1 << 24) - 1;
+/// The lowest bit of a cell's round.
+const NEXT_ROUND: u32 = 1 << 24;
+/// The bits of a cell, and of a link to its block, that change if the contents of the block leave before the blocks
+/// that follow.
+const ROUND: u32 = 127 << 24;
+/// Set in the cell of a block that waits.
 const WAITS: u32 = 1 << 31;
 
 // Decision: docs/decisions/paging.md#a-block-waits-for-the-blocks-that-follow-it
 /// The chains of all shards. Blocks are identified by their index in the pool.
-///
-/// If a block is evicted although others follow it, its cell still counts them. The next contents of the block then
-/// wait for them, too.
 #[derive(Debug)]
 pub(super) struct Chains {
     /// A cell for each block. Empty if the pool's blocks do not wait. A block enters and leaves the waiting state
@@ -37,29 +42,47 @@ impl Chains {
         }
     }
 
-    /// Counts one more block that follows `block`.
-    pub(super) fn follow(&self, block: u32) {
-        if let Some(cell) = self.cells.get(block as usize) {
-            cell.fetch_add(1, Relaxed);
+    /// Counts one more block that follows `block`, which may be [`NO_BLOCK`]. Returns the link to `block`.
+    pub(super) fn follow(&self, block: u32) -> u32 {
+        let cell = self.cells.get(block as usize);
+        cell.map_or(NO_BLOCK, |cell| block | (cell.fetch_add(1, Relaxed) & ROUND))
+    }
+
+    /// Returns the block that a link leads to, if the block still has its contents.
+    pub(super) fn linked(&self, link: u32) -> Option<u32> {
+        let (block, round) = (link & COUNT, link & ROUND);
+        let cell = self.cells.get(block as usize).filter(|_| link != NO_BLOCK)?;
+        (cell.load(Relaxed) & ROUND == round).then_some(block)
+    }
+
+    /// Counts one block less that follows the block that a link leads to.
+    pub(super) fn unfollow(&self, link: u32) {
+        let Some(block) = self.linked(link) else { return };
+        let fewer = |cell: u32| (cell & ROUND == link & ROUND && cell & COUNT > 0).then(|| cell - 1);
+        let before = self.cells[block as usize].fetch_update(Relaxed, Relaxed, fewer);
+        if before.is_ok_and(|cell| cell & !ROUND == WAITS | 1) {
+            let mut due = self.due[(block >> self.shift) as usize].lock();
+            if due.last() != Some(&block) {
+                due.push(block);
+            }
         }
     }
 
-    /// Counts one block less that follows `block`.
-    pub(super) fn unfollow(&self, block: u32) {
-        if let Some(cell) = self.cells.get(block as usize)
-            && cell.fetch_sub(1, Relaxed) == WAITS | 1
-        {
-            self.due[(block >> self.shift) as usize].lock().push(block);
+    /// Records that the contents of a block have left. Links to it lead nowhere from now on.
+    pub(super) fn leave(&self, block: u32) {
+        if let Some(cell) = self.cells.get(block as usize).filter(|cell| cell.load(Relaxed) & COUNT > 0) {
+            let next = |cell: u32| Some(cell.wrapping_add(NEXT_ROUND) & ROUND);
+            let _ = cell.fetch_update(Relaxed, Relaxed, next);
         }
     }
 
     /// Makes a block wait if others follow it. Returns whether it waits.
     pub(super) fn wait(&self, block: u32) -> bool {
-        let Some(cell) = self.cells.get(block as usize).filter(|cell| cell.load(Relaxed) > 0) else {
+        let Some(cell) = self.cells.get(block as usize).filter(|cell| cell.load(Relaxed) & COUNT > 0) else {
             return false;
         };
         // The last block that follows may have left since.
-        cell.fetch_or(WAITS, Relaxed) > 0 || !self.resume(block)
+        cell.fetch_or(WAITS, Relaxed) & COUNT > 0 || !self.resume(block)
     }
 
     /// Ends the wait of a block. Returns whether it waited.
@@ -77,14 +100,14 @@ impl Chains {
     pub(super) fn pop_due(&self, first: u32) -> Option<u32> {
         let mut due = self.due.get((first >> self.shift) as usize)?.lock();
         std::iter::from_fn(|| due.pop()).find(|&block| {
-            let cell = &self.cells[block as usize];
-            cell.compare_exchange(WAITS, 0, Relaxed, Relaxed).is_ok()
+            let ends = |cell: u32| (cell & !ROUND == WAITS).then_some(cell & !WAITS);
+            self.cells[block as usize].fetch_update(Relaxed, Relaxed, ends).is_ok()
         })
     }
 
     /// Checks a block's cell against the number of blocks that follow it.
     pub(super) fn check(&self, block: usize, followers: u32) -> Result<(), String> {
-        match self.cells.get(block).map(|cell| cell.load(Relaxed) & !WAITS) {
+        match self.cells.get(block).map(|cell| cell.load(Relaxed) & COUNT) {
             Some(kept) if kept != followers => {
                 Err(format!("{followers} blocks follow block {block} of the pool, and {kept} were counted"))
             }

@@ -36,8 +36,8 @@ pub(super) fn shard(
             }
             BlockStage::Registered => {
                 keyed += 1;
-                if let Some(count) = followers.get_mut(meta.before as usize) {
-                    *count += 1;
+                if let Some(block) = shard.chains.linked(meta.before) {
+                    followers[block as usize] += 1;
                 }
                 if !index.holds(&meta.key, id.0 - rules.first) {
                     return Err(format!("the index does not find block {id} under its key"));

@@ -136,7 +136,7 @@ guard!(MutableBlocks);
 guard!(SharedBlocks);
 
 /// Frees blocks that were not shared. The last block will be the next one to be allocated.
-fn discard(pool: &BlockPool, ids: &[BlockId]) {
+pub(super) fn discard(pool: &BlockPool, ids: &[BlockId]) {
     if !ids.is_empty() {
         let (moment, mut walk) = (pool.0.moment(), pool.0.walk());
         for &id in ids {
@@ -358,7 +358,7 @@ impl SharedBlocks {
         known.retain(|&mut i| {
             let before = i.checked_sub(1).map(|i| self.ids[start + i].0 - pool.rules.first);
             let registered = self.merge(start + i, &keys[i], before.unwrap_or(parent_block));
-            if registered && i + 1 < keys.len() {
+            if i + 1 < keys.len() {
                 let (mut walk, next) = (pool.walk(), self.ids[start + i + 1]);
                 let (shard, block) = walk.shard(next);
                 shard.relink(block, self.ids[start + i].0 - pool.rules.first);
@@ -401,6 +401,7 @@ impl SharedBlocks {
             let other = BlockId(other + pool.rules.first);
             let (shard, block) = walk.shard(other);
             if shard.hold_keyed(block, key, &moment) {
+                shard.relink(block, before);
                 let (shard, block) = walk.shard(own);
                 shard.drop_holder(block, &moment);
                 self.ids[place] = other;

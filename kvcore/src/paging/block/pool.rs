@@ -5,6 +5,7 @@
 //! this order: shards by index (only slow paths lock more than one shard), then one table of the index, then
 //! the queue of events. The event sink is called without locks.
 
+use std::collections::HashSet;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -15,7 +16,7 @@ use super::chains::{Chains, NO_BLOCK};
 use super::clock::{Clock, millis};
 use super::event::KvEvent;
 use super::event::Outbox;
-use super::guard::{Ids, MutableBlocks, SharedBlocks};
+use super::guard::{Ids, MutableBlocks, SharedBlocks, discard};
 use super::index::Index;
 use super::rules::{Moment, Rules};
 use super::shard::Shard;
@@ -271,10 +272,12 @@ impl BlockPool {
         Ok((found, fresh))
     }
 
-    pub(super) fn take(&self, out: &mut Ids, mut n: usize, spare: usize) -> Result<()> {
+    pub(super) fn take(&self, out: &mut Ids, n: usize, spare: usize) -> Result<()> {
         if n == 0 {
             return Ok(());
         }
+        let len = out.len();
+        let mut left = n;
         let inner = &*self.0;
         let moment = inner.moment();
         let mut home = inner.home(n);
@@ -292,8 +295,8 @@ impl BlockPool {
             // Cached contents must not be evicted while other shards have free blocks. The slow path checks
             // for that.
             if shard.available() >= n && !elsewhere() {
-                n -= SharedPool::take_from(&mut [shard], 0, out, n, &moment, inner.shards.len() == 1);
-                if n == 0 {
+                left -= SharedPool::take_from(&mut [shard], 0, out, n, &moment, inner.shards.len() == 1);
+                if left == 0 {
                     return Ok(());
                 }
                 // The shard's other blocks wait for blocks in other shards.
@@ -302,10 +305,14 @@ impl BlockPool {
         let mut shards = inner.lock_all();
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
         // If the sum with the spare blocks overflows, there are not enough blocks.
-        if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
-            return Err(out_of_blocks(&shards, n));
+        if left.checked_add(spare).is_none_or(|wanted| wanted > available) {
+            let error = out_of_blocks(&shards, n);
+            drop(shards);
+            discard(self, &out[len..]);
+            out.truncate(len);
+            return Err(error);
         }
-        SharedPool::take_from(&mut shards, home, out, n, &moment, true);
+        SharedPool::take_from(&mut shards, home, out, left, &moment, true);
         Ok(())
     }
 
@@ -510,20 +517,30 @@ impl SharedPool {
             let (share, before) = (left.div_ceil(count), left);
             for i in 0..count {
                 let shard = &mut shards[(home + i) % count];
-                left -= shard.take_next(share.min(left), false, moment, out);
+                left -= shard.take_next(share.min(left), moment, out);
             }
             if left == before {
-                // Blocks that are held follow all others.
-                let order = (0..if all { count } else { 0 }).map(|i| (home + i) % count);
-                let taken: usize =
-                    order.map(|i| shards[i].take_next(1, true, moment, out)).find(|&n| n > 0).unwrap_or(0);
-                if taken == 0 {
+                if !all {
                     break;
                 }
-                left -= taken;
+                // Held blocks follow all others. The next round takes the rest of the chain.
+                let Some(id) = Self::take_waiting(shards, home, moment) else { break };
+                out.push(id);
+                left -= 1;
             }
         }
         n - left
+    }
+
+    /// Allocates a block that waits for others, if possible the last one of its chain that is not held.
+    fn take_waiting(shards: &mut [LockedShard<'_>], home: usize, moment: &Moment<'_>) -> Option<BlockId> {
+        let mut before = HashSet::new();
+        shards.iter().for_each(|shard| shard.before_waiting(&mut before));
+        // Wrong keys can make a chain follow itself.
+        [before, HashSet::new()].iter().find_map(|before| {
+            let (later, first) = shards.split_at_mut(home);
+            first.iter_mut().chain(later).find_map(|shard| shard.take_waiting(before, moment))
+        })
     }
 
     fn id(&self, index: u32) -> BlockId {

@@ -1,6 +1,7 @@
 //! The bookkeeping of one shard, protected by its lock: the states of a run of blocks, their free list and
 //! their eviction order. Methods identify a block by its index in the shard.
 
+use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use smallvec::SmallVec;
@@ -34,7 +35,7 @@ pub(super) struct Meta {
     pub(super) key: BlockKey,
     pub(super) holders: u32,
     pub(super) pins: u32,
-    /// The index in the pool of the block that this one follows, valid only in stage `Registered`.
+    /// The link to the block that this one follows, valid only in stage `Registered`.
     pub(super) before: u32,
 }
 
@@ -78,7 +79,7 @@ pub(super) struct Shard {
     first: u32,
     /// Index of this block in the pool.
     offset: u32,
-    chains: Arc<Chains>,
+    pub(super) chains: Arc<Chains>,
     pub(super) stage: Box<[BlockStage]>,
     pub(super) meta: Box<[Meta]>,
     times: Box<[BlockTimes]>,
@@ -176,19 +177,17 @@ impl Shard {
     }
 
     /// Allocates up to `n` blocks in the policy's order, and returns the number of allocated blocks. Blocks that
-    /// wait for others are taken only if `forced` is true and nothing else is left.
+    /// wait for others are not allocated.
     pub(super) fn take_next(
         &mut self,
         n: usize,
-        forced: bool,
         moment: &Moment<'_>,
         out: &mut impl Extend<BlockId>,
     ) -> usize {
         let mut taken = 0;
         let mut evicted: SmallVec<[(BlockKey, u32); 64]> = SmallVec::new();
         while taken < n
-            && let Some((block, keyed)) =
-                self.next(moment.now).or_else(|| if forced { self.next_waiting() } else { None })
+            && let Some((block, keyed)) = self.next(moment.now)
         {
             if keyed {
                 evicted.push(self.forgotten(block, moment.rules, true));
@@ -235,12 +234,28 @@ impl Shard {
         None
     }
 
-    /// Makes a block that waits for others mutable, like [`next`](Self::next).
-    fn next_waiting(&mut self) -> Option<(u32, bool)> {
-        let blocks = 0..if self.waiting > 0 { self.stage.len() as u32 } else { 0 };
-        let block = blocks.into_iter().find(|block| self.chains.resume(self.offset + block))?;
+    /// Returns the blocks that wait for others.
+    fn waiting(&self) -> impl Iterator<Item = u32> {
+        (0..if self.waiting > 0 { self.stage.len() as u32 } else { 0 }).filter(|&block| self.waits(block))
+    }
+
+    /// Adds the indices in the pool of the blocks that waiting blocks follow.
+    pub(super) fn before_waiting(&self, out: &mut HashSet<u32>) {
+        out.extend(self.waiting().filter_map(|block| self.chains.linked(self.meta[block as usize].before)));
+    }
+
+    /// Allocates a block that waits for others, if possible one that is not in `before`.
+    pub(super) fn take_waiting(&mut self, before: &HashSet<u32>, moment: &Moment<'_>) -> Option<BlockId> {
+        let mut ends = self.waiting().filter(|block| !before.contains(&(self.offset + block)));
+        let block = ends.next()?;
+        drop(ends);
+        self.chains.resume(self.offset + block);
         self.waiting -= 1;
-        Some(self.open(block))
+        self.open(block);
+        moment.index.remove(&[self.forgotten(block, moment.rules, true)]);
+        self.mutable += 1;
+        self.evicted += 1;
+        Some(self.id(block))
     }
 
     /// Returns the next block of the policy's order, which is no longer in that order.
@@ -292,6 +307,7 @@ impl Shard {
     fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
         let Meta { key, before, .. } = self.meta[block as usize];
         self.chains.unfollow(before);
+        self.chains.leave(self.offset + block);
         if let Some(events) = rules.events.as_ref().filter(|_| tell) {
             events.push(KvEvent::Removed { key, block: self.id(block) });
         }
@@ -360,8 +376,7 @@ impl Shard {
     pub(super) fn set_key(&mut self, block: u32, key: BlockKey, before: u32) {
         self.stage[block as usize] = BlockStage::Registered;
         let meta = &mut self.meta[block as usize];
-        (meta.key, meta.before) = (key, before);
-        self.chains.follow(before);
+        (meta.key, meta.before) = (key, self.chains.follow(before));
     }
 
     /// Adds a holder to a held or cached block.
@@ -376,11 +391,11 @@ impl Shard {
         }
     }
 
-    /// Makes a block follow another one. Does nothing if the block has no key.
+    /// Makes a block with a key follow the block with the index `before` in the pool.
     pub(super) fn relink(&mut self, block: u32, before: u32) {
-        if self.has_key(block) {
-            let old = std::mem::replace(&mut self.meta[block as usize].before, before);
-            self.chains.follow(before);
+        let old = self.meta[block as usize].before;
+        if self.has_key(block) && before != NO_BLOCK && self.chains.linked(old) != Some(before) {
+            self.meta[block as usize].before = self.chains.follow(before);
             self.chains.unfollow(old);
         }
     }
@@ -511,13 +526,13 @@ impl Shard {
         while let Some(next) = self.next(moment.now) {
             clear(self, next);
         }
-        // The blocks that other shards' blocks follow.
-        for block in 0..if self.waiting > 0 { self.stage.len() as u32 } else { 0 } {
-            if self.chains.resume(self.offset + block) {
-                self.waiting -= 1;
-                let next = self.open(block);
-                clear(self, next);
-            }
+        // The blocks that held blocks, or blocks of other shards, follow.
+        let waiting: Vec<u32> = self.waiting().collect();
+        self.waiting = 0;
+        for block in waiting {
+            self.chains.resume(self.offset + block);
+            let next = self.open(block);
+            clear(self, next);
         }
         moment.index.remove(&cleared);
         let before = std::mem::take(&mut self.free);
