@@ -545,4 +545,24 @@ true | string ~ '!'
 '{:f}'.format(true)
 '{0:}'.format(5)
 '{:z}'.format(1)
+n | truncate(5)
+xs | truncate(9)
+xs | truncate(3, leeway=0)
+d | truncate
+nothing | truncate
+xs | truncate(2, true, '', 0)
+missing | truncate
+range(3) | urlencode
+d.items() | urlencode
+d.keys() | urlencode
+m | unique | list
+[[1], [1]] | unique | list
+{d.keys(): 1}
+d.items() in d
+d.values() in d
+'42' % namespace(a=1)
+s is sameas s
+s is sameas 'Hello'
+(1, 2) is sameas (1, 3)
+f is sameas 2
 """.strip("\n").split("\n")

@@ -151,7 +151,7 @@ fn statements(rng: &mut StdRng, depth: usize) -> String {
             9 => format!(
                 "{{% macro g(x) %}}{{{{ caller(x) }}}}{{{{ varargs }}}}{{% endmacro %}}{{% call(y) g({value}, 1) %}}{inside}{{% endcall %}}"
             ),
-            10 => format!("{{% set ns.x = [ns.x] | map('first') %}}{{{{ ns.x | list }}}}"),
+            10 => "{% set ns.x = [ns.x] | map('first') %}{{ ns.x | list }}".to_owned(),
             8 => format!("{{% filter upper %}}{inside}{{% endfilter %}}"),
             _ => format!("{{{{ {value} }}}}"),
         };

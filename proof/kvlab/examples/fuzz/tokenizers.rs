@@ -169,7 +169,7 @@ fn stream(rng: &mut StdRng, codec: &TextCodec) -> Outcome {
     let stopped = stream.is_stopped();
     let text = stream.finish().map_err(failed)?;
     let expected = stop.first().and_then(|stop| whole.find(stop.as_str())).map_or(&*whole, |at| &whole[..at]);
-    if pieces != expected || text != pieces || stopped != !stop.is_empty() {
+    if pieces != expected || text != pieces || stopped == stop.is_empty() {
         return Err(format!(
             "{tokens:?} up to {stop:?}: pieces {pieces:?}, text {text:?}, expected {expected:?}"
         ));

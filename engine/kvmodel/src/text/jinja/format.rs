@@ -96,10 +96,8 @@ pub(super) fn percent(run: &Evaluator<'_>, text: &str, arguments: &Value) -> Run
         out.push_str(&converted(run, kind, layout, &value)?);
         run.budget.memory(out.len() / 8)?;
     }
-    let mapping = matches!(
-        arguments,
-        Value::Dict(_) | Value::List(_) | Value::Range { .. } | Value::Undefined(_) | Value::Namespace(_)
-    );
+    let mapping =
+        matches!(arguments, Value::Dict(_) | Value::List(_) | Value::Range { .. } | Value::Undefined(_));
     let unused = matches!(arguments, Value::Tuple(_)) || !(named || mapping);
     if unused && list.next().is_some() {
         return fail("not all arguments converted during string formatting");

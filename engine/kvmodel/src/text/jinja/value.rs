@@ -7,7 +7,7 @@ use std::rc::Rc;
 use super::arithmetic;
 use super::budget::{Budget, MAX_LEVELS, too_deep};
 use super::fault::{Run, fail};
-use super::iterables::{Stream, View};
+use super::iterables::{Shown, Stream, View};
 
 /// A value. Cloning shares texts and containers.
 #[derive(Debug, Clone)]
@@ -338,7 +338,15 @@ impl Value {
             (Self::View(a), Self::View(b)) => Ok(Rc::ptr_eq(a, b)),
             (Self::Undefined(a), Self::Undefined(b)) => Ok(Rc::ptr_eq(a, b)),
             (a, b) if a.kind() != b.kind() => Ok(false),
-            (a, b) => a.equals(b, budget),
+            (Self::Text(a) | Self::Safe(a), Self::Text(b) | Self::Safe(b)) if Rc::ptr_eq(a, b) => Ok(true),
+            (Self::Tuple(a), Self::Tuple(b)) if Rc::ptr_eq(a, b) => Ok(true),
+            (a, b) if !a.equals(b, budget)? => Ok(false),
+            // Python may have one object for equal values, or several.
+            (Self::Text(_) | Self::Safe(_) | Self::Tuple(_) | Self::Float(_) | Self::Range { .. }, _) => {
+                let kind = self.kind();
+                fail(format!("'sameas' is not defined for equal values of the type '{kind}'; use '=='"))
+            }
+            _ => Ok(true),
         }
     }
 }
@@ -399,6 +407,9 @@ impl Dict {
 pub(super) fn check_key(key: &Value) -> Run<()> {
     match key {
         Value::List(_) | Value::Dict(_) => fail(format!("unhashable type: '{}'", key.kind())),
+        Value::View(view) if view.shown != Shown::Values => {
+            fail(format!("unhashable type: '{}'", key.kind()))
+        }
         Value::Tuple(items) => items.items.iter().try_for_each(check_key),
         _ => Ok(()),
     }

@@ -5,6 +5,7 @@ use std::cmp::Ordering;
 use super::super::iterables::Stream;
 use super::super::operate::{self, Operator, binary, compare, sorted};
 use super::super::predicates;
+use super::super::value::check_key;
 use super::{Arguments, Evaluator, Run, Value, apply as apply_filter, count, fail, int_or, needed, text_of};
 
 /// Applies a filter for values with elements.
@@ -147,6 +148,7 @@ fn ordering(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments
             let (mut seen, mut kept): (Vec<Value>, Vec<Value>) = (Vec::new(), Vec::new());
             'items: for item in value.items(budget)? {
                 let key = keys.of(run, &item)?;
+                check_key(&key)?;
                 for old in &seen {
                     if old.equals(&key, budget)? {
                         continue 'items;

@@ -61,7 +61,7 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
             text_of("indent", value)?;
             indented(run, text, arguments)
         }
-        "truncate" => truncated(run, text, arguments),
+        "truncate" => truncated(run, value, &text, arguments),
         "urlencode" => {
             budget.memory(3 * text.len())?;
             let pair = |(key, value): &(Value, Value)| -> Run<String> {
@@ -69,7 +69,7 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
                 Ok(format!("{}={}", part(key)?, part(value)?))
             };
             match value {
-                Value::Dict(_) | Value::List(_) | Value::Tuple(_) => {
+                _ if value.as_text().is_none() && value.is_iterable() => {
                     let pairs = run.pairs(value)?;
                     new(pairs.iter().map(pair).collect::<Run<Vec<_>>>()?.join("&"))
                 }
@@ -127,7 +127,7 @@ fn indented(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Valu
 }
 
 /// Cuts a text that is longer than a length, behind a word if it can.
-fn truncated(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Value> {
+fn truncated(run: &Evaluator<'_>, value: &Value, text: &str, arguments: Arguments) -> Run<Value> {
     let [length, kill, end, leeway] = arguments.of("truncate", ["length", "killwords", "end", "leeway"])?;
     let (length, leeway) =
         (int_or("truncate", length.as_ref(), 255)?, int_or("truncate", leeway.as_ref(), 5)?);
@@ -137,8 +137,13 @@ fn truncated(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Val
         return fail(format!("truncate: a length of at least {least} is needed, and a leeway of at least 0"));
     }
     let (length, leeway) = (count(length), count(leeway));
-    if text.chars().count() <= length.saturating_add(leeway) {
-        return Value::text(run.budget, text);
+    // Jinja2 returns any value that is short enough as it is.
+    match value.counted_len(run.budget)? {
+        Some(len) if len <= length.saturating_add(leeway) => return Ok(value.clone()),
+        Some(_) => {
+            text_of("truncate", value)?;
+        }
+        None => return fail(format!("object of type '{}' has no len()", value.kind())),
     }
     let cut: String = text.chars().take(length.saturating_sub(end.chars().count())).collect();
     let cut = if kill.is_some_and(|kill| kill.is_true()) {
