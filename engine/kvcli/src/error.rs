@@ -56,6 +56,13 @@ pub(crate) enum Error {
         "{0} does not exist; --model takes a directory with config.json, *.safetensors and tokenizer.json, or a GGUF file"
     )]
     NoModel(PathBuf),
+    /// A model with random weights does not fit into the memory.
+    #[error(
+        "a model of the size {layers}x{width} takes about {needed} MiB for its weights, more than {}; choose a smaller \
+         --size, or --weights q8",
+        .free.map_or_else(|| "this process may have".to_owned(), |free| format!("the {free} MiB that are free"))
+    )]
+    ModelTooLarge { layers: usize, width: usize, needed: u64, free: Option<u64> },
     /// The question file cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
@@ -134,7 +141,7 @@ impl Error {
     /// Returns advice if the user can avoid the error by changing an option or the input, for example if a
     /// cache is too small or a chat template fails.
     pub(crate) fn hint(&self) -> Option<&'static str> {
-        use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks};
+        use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks, TooLarge};
         use kvengine::Error::{Chunk, Core, Model, NoChunks};
         use kvmodel::Error::Template;
         if let Self::Messages { source: Model(Template { .. }), .. } = self {
@@ -151,6 +158,10 @@ impl Error {
             Core(OutOfBlocks { .. } | NotEnoughMemory { .. })
             | Chunk(kvchunk::Error::Core(OutOfBlocks { .. })) => {
                 Some("give the caches more memory: --kv-memory MIB (--help lists the default)")
+            }
+            Core(TooLarge { what: "num_blocks", .. })
+            | Chunk(kvchunk::Error::Core(TooLarge { what: "num_blocks", .. })) => {
+                Some("the caches cannot have so many blocks; give them less memory with --kv-memory MIB")
             }
             Core(Allocation { .. }) | Chunk(kvchunk::Error::Core(Allocation { .. })) => Some(
                 "the device has less free memory than that; give the caches less memory with --kv-memory MIB, or free \

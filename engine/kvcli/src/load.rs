@@ -29,7 +29,7 @@ pub(crate) fn model(
 ) -> Result<ModelDirectory> {
     let format = format(weights);
     let Some(dir) = dir else { return embedded::load(format.0, dense) };
-    if !dir.exists() {
+    if !dir.exists() && !dir.is_symlink() {
         return Err(Error::NoModel(dir.to_owned()));
     }
     let bar = bar("weights", "{bytes}/{total_bytes}", true);

@@ -1,9 +1,11 @@
-//! The memory that a run used.
+//! The memory that a run used, and the memory that is free.
 
 use std::fmt;
 
 use kvengine::Engine;
 use serde::Serialize;
+
+use crate::error::{Error, Result};
 
 /// The peak memory of the process, and the memory of the model and its caches, in bytes.
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -40,4 +42,41 @@ fn peak() -> Option<usize> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: usize = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
+}
+
+/// Checks that this process can have `needed` bytes of memory for the weights of a model of the size
+/// `layers` x `width`.
+///
+/// # Errors
+/// Returns [`Error::ModelTooLarge`], with the memory that is free.
+pub(crate) fn check_room((layers, width): (usize, usize), needed: u64) -> Result<()> {
+    let free = free();
+    // A limit of the process is not the machine's, and shows only when memory is asked for.
+    let refused = || {
+        let bytes = usize::try_from(needed).unwrap_or(usize::MAX);
+        Vec::<u8>::new().try_reserve_exact(bytes).is_err()
+    };
+    if free.is_some_and(|free| needed > free) || refused() {
+        return Err(Error::ModelTooLarge {
+            layers,
+            width,
+            needed: needed >> 20,
+            free: free.map(|free| free >> 20),
+        });
+    }
+    Ok(())
+}
+
+/// Returns the bytes of memory that are free for this process: those of the machine, or fewer in a control group with
+/// a limit. Returns `None` if the system does not say so.
+fn free() -> Option<u64> {
+    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = info.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
+    let machine = kib?.trim().parse::<u64>().ok()?.saturating_mul(1024);
+    let number = |name: &str| {
+        let text = std::fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?;
+        text.trim().parse::<u64>().ok()
+    };
+    let group = number("memory.max").map(|most| most.saturating_sub(number("memory.current").unwrap_or(0)));
+    Some(group.map_or(machine, |group| group.min(machine)))
 }

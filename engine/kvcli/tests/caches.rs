@@ -1,9 +1,9 @@
-//! Kinds of caches, as a user chooses them.
+//! Kinds of caches, as a user chooses them, and the memory of models and caches.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use serde_json::Value;
 
-use common::{A, B, SYSTEM, fails, json, prompt};
+use common::{A, B, SYSTEM, assert_fails, fails, json, kvc, prompt};
 
 #[allow(dead_code, reason = "other suites use the rest")]
 mod common;
@@ -45,4 +45,31 @@ fn a_grouped_cache_gives_the_tokens_of_a_paged_one() {
     fails(&["run", "--cache", "grouped", "--prompt", &ask], 1, "cannot keep chunks");
     fails(&["run", "--cache", "grouped", "--prompt", "a", "--max-len", "9"], 2, "--cache static");
     fails(&["run", "--cache", "grouped", "--prompt", "a", "--memory-share", "0.5"], 2, "--cache paged");
+}
+
+/// A model that does not fit is refused before its weights are drawn, and the error says what it would take.
+#[test]
+fn a_model_for_benchmarks_that_does_not_fit_is_refused() {
+    // No machine has the memory for these: more than 5 TiB as f32, and more than 1 TiB as q8.
+    for size in ["2048x16384", "16384x8192", "16384x16384"] {
+        for command in ["rag", "serve"] {
+            for weights in ["stored", "f32", "q8", "copy"] {
+                let args = ["bench", command, "--size", size, "--weights", weights, "--requests", "1"];
+                let expected = [size, "MiB for its weights", "choose a smaller --size"];
+                assert_fails(&args, &kvc(&args), 1, &expected);
+            }
+        }
+    }
+}
+
+#[test]
+fn more_memory_for_caches_than_there_can_be_is_refused() {
+    for mib in ["17592186044415", "18446744073709551615"] {
+        for command in ["rag", "serve"] {
+            let args = ["bench", command, "--size", "2x64", "--requests", "1", "--kv-memory", mib];
+            assert_fails(&args, &kvc(&args), 1, &["too large", "--kv-memory MIB"]);
+        }
+        let args = ["run", "--prompt", "a", "--kv-memory", mib];
+        assert_fails(&args, &kvc(&args), 1, &["too large", "--kv-memory MIB"]);
+    }
 }

@@ -3,6 +3,7 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
+use crate::dense::check_regular_file;
 use crate::error::{Error, Result};
 
 /// A file's contents, with the path to name in errors.
@@ -22,17 +23,13 @@ pub(crate) struct SmallFile {
 /// The maximum size in bytes of a file that is read as a whole: 512 MiB. The largest tokenizers have 50 MiB.
 const MOST_BYTES: u64 = 512 << 20;
 
-const BROKEN_LINK: &str = "it is a link to a file that does not exist; download the model again";
-
-/// Reads a regular file. Reading a pipe could wait forever, and a device may have no end.
+/// Reads a regular file.
 fn bytes_of(path: &Path) -> std::io::Result<Vec<u8>> {
-    let wrong = |reason: String| Err(std::io::Error::new(ErrorKind::InvalidInput, reason));
-    let data = std::fs::metadata(path)?;
-    if !data.is_file() {
-        return wrong("it is not a regular file".to_owned());
-    }
-    if data.len() > MOST_BYTES {
-        return wrong(format!("it has {} bytes, more than the limit of {MOST_BYTES}", data.len()));
+    check_regular_file(path)?;
+    let bytes = std::fs::metadata(path)?.len();
+    if bytes > MOST_BYTES {
+        let reason = format!("it has {bytes} bytes, more than the limit of {MOST_BYTES}");
+        return Err(std::io::Error::new(ErrorKind::InvalidInput, reason));
     }
     std::fs::read(path)
 }
@@ -56,14 +53,7 @@ impl SmallFile {
     pub(crate) fn read_if_there(path: PathBuf) -> Result<Option<Self>> {
         match Self::read(path) {
             Ok(file) => Ok(Some(file)),
-            Err(Error::Io { path, source }) if source.kind() == ErrorKind::NotFound => {
-                // An interrupted download leaves a link without its file.
-                if path.is_symlink() {
-                    let source = std::io::Error::new(ErrorKind::NotFound, BROKEN_LINK);
-                    return Err(Error::Io { path, source });
-                }
-                Ok(None)
-            }
+            Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
     }

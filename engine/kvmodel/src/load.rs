@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::config::ModelConfig;
-use crate::dense::{Dense, FileAccess, HostDense, WeightFormat};
+use crate::dense::{Dense, FileAccess, HostDense, WeightFormat, check_regular_file};
 use crate::error::{Error, Result};
 use crate::files::SmallFile;
 use crate::gguf;
@@ -58,12 +58,12 @@ impl ModelDirectory {
         dense: Arc<dyn Dense>,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self> {
-        if path.is_file() {
-            let (model, codec, notes) = gguf::load(path, (format, access), dense, progress)?;
-            Ok(Self::of(model, codec, notes))
-        } else {
-            directory(path, (format, access), dense, progress)
+        if path.is_dir() {
+            return directory(path, (format, access), dense, progress);
         }
+        check_regular_file(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+        let (model, codec, notes) = gguf::load(path, (format, access), dense, progress)?;
+        Ok(Self::of(model, codec, notes))
     }
 
     /// Loads a model from the bytes of its files, for models embedded in a program. Unlike
@@ -98,8 +98,14 @@ fn directory(
     dense: Arc<dyn Dense>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<ModelDirectory> {
-    let (mut config, mut notes) = SmallFile::read(dir.join("config.json"))?
-        .parse(|text| Ok((ModelConfig::from_json(text)?, notes::unused(text))))?;
+    let Some(config) = SmallFile::read_if_there(dir.join("config.json"))? else {
+        let reason = "it is a directory without config.json; give a directory with config.json, tokenizer.json and \
+                      *.safetensors, or a GGUF file itself";
+        let source = std::io::Error::new(std::io::ErrorKind::NotFound, reason);
+        return Err(Error::Io { path: dir.to_owned(), source });
+    };
+    let (mut config, mut notes) =
+        config.parse(|text| Ok((ModelConfig::from_json(text)?, notes::unused(text))))?;
     if let Some(generation) = SmallFile::read_if_there(dir.join("generation_config.json"))? {
         generation.parse(|text| config.add_generation_config(text))?;
     }

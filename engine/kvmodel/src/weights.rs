@@ -65,7 +65,8 @@ impl Weights {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self> {
         let single = dir.join(SINGLE);
-        let files = if single.exists() {
+        // A link without its file is an error when it is opened.
+        let files = if single.exists() || single.is_symlink() {
             vec![single]
         } else {
             let index = SmallFile::read_if_there(dir.join(INDEX))?;

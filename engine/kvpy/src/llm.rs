@@ -299,7 +299,7 @@ impl Llm {
                 return Err(PyValueError::new_err(text));
             }
         };
-        if !model.exists() {
+        if !model.exists() && !model.is_symlink() {
             return Err(PyFileNotFoundError::new_err(format!("{}: no such model", model.display())));
         }
         let recompute = recompute.map(str::parse::<Recompute>).transpose().map_err(CallError::from)?;

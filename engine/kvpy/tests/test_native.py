@@ -5,6 +5,7 @@ import json
 import kvcache
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 LAYERS, HEADS, DIM = 2, 2, 32
 CONFIG = {
@@ -117,6 +118,41 @@ def test_errors_carry_their_numbers() -> None:
         kvcache.Arena(num_layers=1, num_blocks=1, block_size=1, num_heads=1, head_dim=2, dtype_name="float64")
     with pytest.raises(kvcache.KvCacheError, match="rope|config|RoPE|alibi|model"):
         kvcache.Ropes(json.dumps(CONFIG | {"model_type": "unheard-of", "architectures": ["Unheard"]}))
+
+
+def test_layers_over_one_memory_are_refused() -> None:
+    """Two threads would write the same elements, each of them for a layer of its own."""
+    (one, two), row = layers(), 2 * DIM * 4
+    block, head, _, element = one.strides
+    for theirs in (
+        [one, one],
+        [one, two, one],
+        [one[:2], one[1:]],
+        [one[:, :1], one[:, :1]],
+        [as_strided(one, one.shape, (block, head, row // 2, element)), two],
+    ):
+        with pytest.raises(kvcache.KvCacheError, match="operands share memory"):
+            kvcache.ForeignCache.interleaved(theirs, "rows")
+    with pytest.raises(kvcache.KvCacheError, match="operands share memory"):
+        kvcache.ForeignCache.interleaved([one[:2], one[1:]], "columns")
+    for strides in ((0, head, row, element), (head, head, row, element), (block, 0, row, element)):
+        with pytest.raises(kvcache.KvCacheError, match="stride"):
+            kvcache.ForeignCache.interleaved([as_strided(one, one.shape, strides)], "columns")
+    apart = kvcache.ForeignCache.interleaved([one[:1], one[2:]], "columns")
+    arena().save(apart, [0], [5])
+
+
+def test_keys_and_values_over_one_memory_are_refused() -> None:
+    flash = np.zeros((2, 4, 16, HEADS, DIM), np.float32)
+    _, block, token, head, element = flash.strides
+    for between in (0, element, element * DIM // 2, token, block, 3 * block):
+        both = as_strided(flash, flash.shape, (between, block, token, head, element))
+        with pytest.raises(kvcache.KvCacheError, match="operands share memory"):
+            kvcache.ForeignCache.rows([both], "kbtho")
+    for layer in ([flash, flash], [flash[:, :3], flash[:, 1:]]):
+        with pytest.raises(kvcache.KvCacheError, match="operands share memory"):
+            kvcache.ForeignCache.rows(layer, "kbtho")
+    kvcache.ForeignCache.rows([flash[:, :2], flash[:, 2:]], "kbtho")
 
 
 def test_memory_lives_as_long_as_it_is_used() -> None:

@@ -15,6 +15,8 @@ pub enum FileAccess {
     /// in use.
     #[default]
     MapLarge,
+    /// Files of up to this many bytes are read, and larger files are mapped.
+    MapOver(u64),
     /// All files are read, so that they may change later.
     Copy,
 }
@@ -22,6 +24,46 @@ pub enum FileAccess {
 impl FileAccess {
     /// The size in bytes up to which [`MapLarge`](Self::MapLarge) reads files: 256 MiB.
     pub const MOST_READ: u64 = 256 << 20;
+}
+
+/// Checks that a path is a regular file. A pipe would wait for a writer when it is opened, and a device may have no
+/// end.
+///
+/// # Errors
+/// Returns the system's error, and an error that says what the path is, if it is a link without its file, a directory,
+/// a pipe, a socket or a device.
+pub fn check_regular_file(path: &Path) -> std::io::Result<()> {
+    let wrong = |what: &str| Err(Error::new(ErrorKind::InvalidInput, what));
+    let kind = match std::fs::metadata(path) {
+        Ok(data) => data.file_type(),
+        // An interrupted download leaves a link without its file.
+        Err(error) if error.kind() == ErrorKind::NotFound && path.is_symlink() => {
+            return wrong("it is a link to a file that does not exist; download the model again");
+        }
+        Err(error) => return Err(error),
+    };
+    if kind.is_file() {
+        return Ok(());
+    }
+    let what = if kind.is_dir() { "a directory" } else { special(kind) };
+    wrong(&format!("it is {what}, not a regular file; give the file itself"))
+}
+
+#[cfg(unix)]
+fn special(kind: std::fs::FileType) -> &'static str {
+    use std::os::unix::fs::FileTypeExt;
+    if kind.is_fifo() {
+        "a named pipe"
+    } else if kind.is_socket() {
+        "a socket"
+    } else {
+        "a device"
+    }
+}
+
+#[cfg(not(unix))]
+fn special(_: std::fs::FileType) -> &'static str {
+    "a device"
 }
 
 /// An open weight file.
@@ -55,17 +97,10 @@ impl WeightFile {
     pub fn open(path: &Path, access: FileAccess) -> std::io::Result<Self> {
         let most_read = match access {
             FileAccess::MapLarge => FileAccess::MOST_READ,
+            FileAccess::MapOver(most_read) => most_read,
             FileAccess::Copy => u64::MAX,
         };
-        Self::open_reading(path, most_read)
-    }
-
-    /// Opens a file, and reads it if it has at most `most_read` bytes.
-    fn open_reading(path: &Path, most_read: u64) -> std::io::Result<Self> {
-        // A pipe would wait for a writer when it is opened.
-        if !std::fs::metadata(path)?.is_file() {
-            return Err(Error::new(ErrorKind::InvalidInput, "not a regular file"));
-        }
+        check_regular_file(path)?;
         let mut file = File::open(path)?;
         let state = FileState::of(&file)?;
         let path = path.to_owned();
@@ -110,7 +145,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("weights");
         std::fs::write(&path, [7; 8]).unwrap();
-        let file = WeightFile::open_reading(&path, 7).unwrap();
+        let file = WeightFile::open(&path, FileAccess::MapOver(7)).unwrap();
         assert!(file.bytes()[..] == [7; 8] && !file.has_changed());
         (folder, file)
     }
@@ -157,8 +192,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         assert!(WeightFile::open(folder.path(), FileAccess::MapLarge).is_err());
         assert!(WeightFile::open(&folder.path().join("none"), FileAccess::MapLarge).is_err());
-        if Path::new("/dev/zero").exists() {
-            assert!(WeightFile::open(Path::new("/dev/zero"), FileAccess::Copy).is_err());
+        #[cfg(unix)]
+        {
+            use std::os::unix::{fs::symlink, net::UnixListener};
+            let of = |name: &str| {
+                WeightFile::open(&folder.path().join(name), FileAccess::Copy).unwrap_err().to_string()
+            };
+            symlink("/nowhere", folder.path().join("link")).unwrap();
+            let _listener = UnixListener::bind(folder.path().join("socket")).unwrap();
+            assert!(of("link").contains("a link to a file that does not exist"));
+            assert!(of("socket").contains("a socket, not a regular file"));
+            assert!(of(".").contains("a directory, not a regular file"));
+            assert!(of("/dev/zero").contains("a device, not a regular file"));
         }
     }
 }

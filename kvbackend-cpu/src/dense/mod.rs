@@ -42,7 +42,7 @@ mod unit;
 mod unit;
 
 pub use bytes::SharedBytes;
-pub use file::{FileAccess, WeightFile};
+pub use file::{FileAccess, WeightFile, check_regular_file};
 pub use types::StoredType;
 
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-as-they-read-them

@@ -1,8 +1,9 @@
 """Goldens for GGUF files, made by llama.cpp: tokens of texts, and greedy answers of small models.
 
 Writes engine/kvmodel/tests/goldens/gguf_tokenizers.json: the IDs that llama.cpp gives each text in TEXTS, for each
-pre-tokenizer in PRE and for a vocabulary with scores, and whether prompts begin with a token of their own. The vocabulary is merged across words, so that a text that is
-split elsewhere has other tokens. Writes engine/kvmodel/tests/goldens/gguf/*.gguf as well: models of 1 layer with
+pre-tokenizer in PRE and for a vocabulary with scores, and whether prompts begin with a token of their own. A name whose
+IDs are those of an earlier name has that name in their place. The vocabulary is merged across words, so that a text that
+is split elsewhere has other tokens. Writes engine/kvmodel/tests/goldens/gguf/*.gguf as well: models of 1 layer with
 random weights, whose greedy answers are in the same JSON.
 
     pip install xllamacpp==2026.10.11549 gguf==0.19.0 numpy==2.4.6 tokenizers==0.23.3
@@ -21,12 +22,18 @@ import xllamacpp
 
 OUT = pathlib.Path(__file__).parents[3] / "engine/kvmodel/tests/goldens"
 WIDTH, HEADS, INNER = 32, 2, 64
+# Every name that the reader accepts.
 PRE = [
-    "default", "gpt-2", "smollm", "command-r", "llama-bpe", "llama-v3", "falcon3", "smaug-bpe", "glm4",
-    "deepseek-r1-qwen", "stablelm2", "grok-2", "qwen35", "deepseek-v3", "deepseek-coder", "falcon", "tekken", "gpt-4o",
-    "llama4", "bailingmoe", "seed-coder", "poro-chat", "viking", "exaone", "olmo", "dbrx", "mpt", "minerva-7b",
-    "deepseek-llm", "afmoe", "exaone-moe", "jais-2", "chameleon", "glm5", "minicpm5",
-    "granite-embed-multi-97m", "ufakzeka", "roberta-bpe", "superbpe",
+    "default", "gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum",
+    "modern-bert", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4", "jina-v1-en", "jina-v2-code",
+    "roberta-bpe", "smollm", "starcoder", "refact", "codeshell", "command-r", "exaone", "minerva-7b", "mellum2",
+    "llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",
+    "smaug-bpe", "dbrx", "chatglm-bpe", "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2",
+    "hunyuan", "solar-open", "grok-2", "qwen35", "deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4",
+    "deepseek-coder", "falcon", "tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "bailingmoe",
+    "bailingmoe2", "llada-moe", "seed-coder", "poro-chat", "bloom", "gpt3-finnish", "viking", "superbpe", "glm4",
+    "glm5", "minicpm5", "granite-embed-multi-97m", "deepseek-llm", "afmoe", "exaone-moe", "jais-2", "chameleon",
+    "ufakzeka",
 ]
 TEXTS = [
     "Hello wide world, it's 12345 and they'll SAY'RE",
@@ -102,8 +109,14 @@ def write(path, rng, tokenizer, kind=gguf.GGMLQuantizationType.F16):
 
 def bytes_of(pre, tokens, merges, begins=False, rope=None):
     def add(writer):
-        if rope is not None:
-            writer.add_float32(f"llama.rope.{rope}", 8.0)
+        for name, value in (rope or {}).items():
+            field = f"llama.rope.{name}"
+            if isinstance(value, float):
+                writer.add_float32(field, value)
+            elif isinstance(value, int):
+                writer.add_uint32(field, value)
+            else:
+                writer.add_string(field, value)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
         writer.add_token_list(tokens)
@@ -169,16 +182,28 @@ def main():
             path = pathlib.Path(folder) / f"{pre}.gguf"
             write(path, np.random.default_rng(0), bytes_of(pre, tokens, merges, begins=None))
             llama = Llama(path)
-            goldens["ids"][pre] = [llama.tokens(text) for text in TEXTS]
+            ids = [llama.tokens(text) for text in TEXTS]
+            earlier = (name for name, known in goldens["ids"].items() if known == ids)
+            goldens["ids"][pre] = next(earlier, ids)
             goldens["begins"][pre] = llama.tokens("a", special=True) != llama.tokens("a")
     models = {
         "scores": (scored(pieces, scores, kinds), gguf.GGMLQuantizationType.F16),
         "tekken": (bytes_of("tekken", tokens, merges), gguf.GGMLQuantizationType.F16),
         "qwen35": (bytes_of("qwen35", tokens, merges), gguf.GGMLQuantizationType.F16),
         "iq4_nl": (bytes_of("llama-v3", tokens, merges), gguf.GGMLQuantizationType.IQ4_NL),
-        "linear": (bytes_of("gpt-2", tokens, merges, rope="scaling.factor"), gguf.GGMLQuantizationType.F16),
-        "scale_linear": (bytes_of("gpt-2", tokens, merges, rope="scale_linear"), gguf.GGMLQuantizationType.F16),
+        "linear": (bytes_of("gpt-2", tokens, merges, rope={"scaling.factor": 8.0}), gguf.GGMLQuantizationType.F16),
+        "scale_linear": (bytes_of("gpt-2", tokens, merges, rope={"scale_linear": 8.0}), gguf.GGMLQuantizationType.F16),
     }
+    # A part of the vocabulary is enough, and makes small files.
+    few = [merge for merge in merges if set(merge.split(" ") + [merge.replace(" ", "")]) <= set(tokens[:272])]
+    yarn = {"scaling.type": "yarn", "scaling.factor": 8.0, "scaling.original_context_length": 64}
+    for name, more in {
+        "yarn": {},
+        "yarn_attn_factor": {"scaling.attn_factor": 1.75},
+        "yarn_yarn_attn_factor": {"scaling.yarn_attn_factor": 1.75},
+    }.items():
+        kind = gguf.GGMLQuantizationType.F16
+        models[name] = (bytes_of("gpt-2", tokens[:272], few, rope={**yarn, **more}), kind)
     for name, (tokenizer, kind) in models.items():
         path = OUT / "gguf" / f"{name}.gguf"
         # With this seed, no two tokens are almost equally likely. llama.cpp rounds activations to eight bits if weights
@@ -186,7 +211,7 @@ def main():
         write(path, np.random.default_rng(47), tokenizer, kind)
         llama = Llama(path)
         # A long text shows how the rotary embedding is scaled.
-        texts = [TEXTS[0] * 4] if name in ("linear", "scale_linear") else TEXTS[:3]
+        texts = [TEXTS[0] * 4] if name.startswith(("linear", "scale_linear", "yarn")) else TEXTS[:3]
         goldens["answers"][name] = [{"text": text, "tokens": llama.answer(text)} for text in texts]
         if name == "scores":
             goldens["scored"]["ids"] = [llama.tokens(text) for text in TEXTS]

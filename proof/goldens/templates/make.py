@@ -9,18 +9,23 @@ reasoning, blocks of `generation`) with other texts. Each renders each conversat
 to the model's answer or to the end of the answer's beginning. The clock is fixed at 2024-07-26 09:05:03. If a
 template refuses a conversation, the golden is its refusal; if it fails, the golden is Jinja2's error.
 
-jinja_expressions.json: the values of the expressions in expressions.py, as texts, or Jinja2's errors.
+jinja_expressions.json: the values of the expressions in expressions.py, numbers_and_texts.py and values.py, as texts,
+and the texts of the templates in statements.py, or Jinja2's errors. A text with an address in memory has no golden.
 """
 
 import datetime
 import json
 import pathlib
+import re
 import sys
 
 import jinja2
 from transformers.utils import chat_template_utils
 
 from expressions import EXPRESSIONS, VARIABLES
+from numbers_and_texts import NUMBERS_AND_TEXTS
+from statements import STATEMENTS
+from values import VALUES
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
@@ -154,12 +159,16 @@ def rendered(template, conversation, tools=None, documents=None, variables=None)
         return {"failed": str(error)}
 
 
-def value_of(expression):
+def text_of(template):
     try:
-        template = chat_template_utils._compile_jinja_template("{{ " + expression + " }}")
-        return {"text": template.render(**VARIABLES)}
+        text = chat_template_utils._compile_jinja_template(template).render(**VARIABLES)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
+    if re.search(r" at 0x[0-9a-f]+>", text):
+        return {"failed": "the text has an address in memory"}
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        return {"failed": "the text has half of a character"}
+    return {"text": text}
 
 
 def write(path, goldens):
@@ -180,8 +189,11 @@ def main(out):
         templates.append({"name": path.stem, "template": text, "rendered": conversations, "requested": requests})
     goldens = {"special_tokens": SPECIAL_TOKENS, "conversations": CONVERSATIONS, "requests": REQUESTS}
     write(out / "chat_templates.json", {**goldens, "templates": templates})
-    expressions = [{"expression": one, **value_of(one)} for one in EXPRESSIONS]
-    write(out / "jinja_expressions.json", {"variables": VARIABLES, "expressions": expressions})
+    every = EXPRESSIONS + NUMBERS_AND_TEXTS + VALUES
+    expressions = [{"expression": one, **text_of("{{ " + one + " }}")} for one in every]
+    statements = [{"template": one, **text_of(one)} for one in STATEMENTS]
+    goldens = {"variables": VARIABLES, "expressions": expressions, "templates": statements}
+    write(out / "jinja_expressions.json", goldens)
 
 
 if __name__ == "__main__":

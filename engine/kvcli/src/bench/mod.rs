@@ -7,7 +7,7 @@ use kvchunk::{ChunkCacheConfig, ReuseCell};
 use kvcore::Backend;
 use kvengine::{Engine, EngineConfig};
 use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, decoy_rows, disk_rows, ttft_rows};
-use kvmodel::{Model, ModelConfig, ModelDirectory, Weights};
+use kvmodel::{Model, ModelConfig, ModelDirectory, WeightFormat, Weights};
 use serde::Serialize;
 
 use crate::args::{BenchArgs, BenchKind, MeasuredArgs, RagArgs};
@@ -15,7 +15,7 @@ use crate::backend::OpenedBackend;
 use crate::error::Result;
 use crate::plot::writable;
 use crate::progress::{bar, counting};
-use crate::{backend, load, report};
+use crate::{backend, load, memory, report};
 
 mod serve;
 mod show;
@@ -109,13 +109,28 @@ fn engine(args: &RagArgs) -> Result<Engine> {
     Ok(Engine::new(model, backend, &tokenizer, &config)?)
 }
 
+/// Returns the bytes of the weights of a model for benchmarks. While the model is built, its largest weight is there
+/// three times: as random numbers, as the bytes of a tensor, and in the model.
+fn weight_bytes(config: &ModelConfig, format: WeightFormat) -> u64 {
+    let [hidden, inner, vocabulary] =
+        [config.hidden_size, config.intermediate_size, config.vocab_size].map(|n| n as u64);
+    let attention = 2 * hidden * (config.heads + config.kv_heads) as u64 * config.head_dim as u64;
+    let layer = attention + 3 * hidden * inner + 2 * hidden;
+    let (table, largest) = (vocabulary * hidden, hidden * inner.max(vocabulary));
+    let all = config.num_layers() as u64 * layer + table + hidden;
+    // 32 numbers of q8 have a scale of two bytes.
+    let stored = if format == WeightFormat::Q8 { all / 32 * 34 } else { 4 * all };
+    stored + 8 * largest
+}
+
 /// Opens a backend, and loads a model on it or creates a model of the given size with random weights.
 /// Also returns the tokenizer's digest.
 fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
     let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
     if let Some((layers, width)) = args.size {
-        let config = ModelConfig::benchmark(layers, width)?;
-        let model = Model::with_dense(config, Weights::random(1), load::format(args.weights).0, dense)?;
+        let (config, format) = (ModelConfig::benchmark(layers, width)?, load::format(args.weights).0);
+        memory::check_room((layers, width), weight_bytes(&config, format))?;
+        let model = Model::with_dense(config, Weights::random(1), format, dense)?;
         return Ok((model, [0; 32], backend));
     }
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;

@@ -2,7 +2,7 @@
 //! other requests, the caches and later requests are not affected. Settings that exclude every token.
 
 use kvcore::{DType, KvFormat};
-use kvengine::{Engine, EngineConfig, Error, PromptTokens, Request, Sampling};
+use kvengine::{BeamSearch, Engine, EngineConfig, Error, PromptTokens, Request, Sampling};
 use kvmodel::{Model, WeightFormat, Weights};
 use rstest::rstest;
 use safetensors::SafeTensors;
@@ -131,6 +131,79 @@ fn other_requests_of_the_pass_are_answered() {
         assert_eq!(read.samples()[0].tokens, alone.tokens);
     }
     assert_nothing_held(&engine);
+}
+
+/// Returns requests whose tokens are chosen by beams, guessed from the prompt, or given.
+fn other_ways(forced: &[u32]) -> [(&'static str, Request); 3] {
+    let base = Request { max_new_tokens: 6, ..plain([3, 4, 5, 6, 3, 4, 5, 6, 3, 4, 5]) };
+    let beams = Some(BeamSearch { width: 3, ..BeamSearch::default() });
+    [
+        ("beams", Request { beams, samples: 2, ..base.clone() }),
+        ("lookup", Request { lookup: 4, ..base.clone() }),
+        ("forced", Request { forced: Some(forced.into()), ..base }),
+    ]
+}
+
+#[rstest]
+#[case::keys_of_halves(DType::F16.into(), "model.layers.1.self_attn.k_proj.weight", 1)]
+#[case::values_of_halves(DType::F16.into(), "model.layers.0.self_attn.v_proj.weight", 0)]
+#[case::values_of_bytes("int8:8".parse().unwrap(), "model.layers.1.self_attn.v_proj.weight", 1)]
+#[case::keys_of_half_bytes("int4:8".parse().unwrap(), "model.layers.0.self_attn.k_proj.weight", 0)]
+fn beams_guesses_and_given_tokens_end_with_the_format_that_overflowed(
+    #[case] format: KvFormat,
+    #[case] weight: &str,
+    #[case] broken: usize,
+) {
+    let mut engine = engine_for(changed("llama", weight, |_, x| x * 1e9), format);
+    for (way, request) in other_ways(&[7, 8, 9]) {
+        // Twice, as the first one could have left something held.
+        for _ in 0..2 {
+            let (_, mut reads) = answer_all(&mut engine, std::slice::from_ref(&request));
+            let error = reads[0].error.take();
+            assert!(
+                matches!(error, Some(Error::CacheOverflow { layer, format: named }) if layer == broken && named == format),
+                "{way}: {error:?}"
+            );
+            let text = error.unwrap().to_string();
+            assert!(text.contains(&format.to_string()) && text.contains("bf16"), "{way}: {text}");
+            assert_nothing_held(&engine);
+        }
+    }
+}
+
+#[rstest]
+#[case::nan("model.layers.1.self_attn.v_proj.weight", f32::NAN, Some(1))]
+#[case::infinite("model.norm.weight", f32::INFINITY, None)]
+fn beams_guesses_and_given_tokens_end_where_logits_are_no_numbers(
+    #[case] weight: &str,
+    #[case] value: f32,
+    #[case] broken: Option<usize>,
+) {
+    let mut engine = engine_for(changed("llama", weight, |_, _| value), DType::F32.into());
+    for (way, request) in other_ways(&[7, 8, 9]) {
+        let (_, mut reads) = answer_all(&mut engine, std::slice::from_ref(&request));
+        let error = reads[0].error.take();
+        assert!(matches!(error, Some(Error::NotNumbers { layer }) if layer == broken), "{way}: {error:?}");
+        assert_nothing_held(&engine);
+    }
+}
+
+/// The first token of the answer has an embedding that is not a number, so only the second pass fails.
+#[test]
+fn beams_guesses_and_given_tokens_may_fail_in_the_middle_of_an_answer() {
+    let width = config("qwen3").hidden_size;
+    for way in 0..3 {
+        let (name, request) = other_ways(&[7, 8, 9])[way].clone();
+        let mut healthy = engine_for(changed("qwen3", "model.norm.weight", |_, x| x), DType::F32.into());
+        let first = healthy.generate(&Request { samples: 1, ..request.clone() }, &mut ()).unwrap().tokens[0];
+        assert!(![3, 4, 5, 6].contains(&first), "{name}: {first} is in the prompt");
+        let spoil = |i: usize, x: f32| if i / width == first as usize { f32::NAN } else { x };
+        let mut engine = engine_for(changed("qwen3", "model.embed_tokens.weight", spoil), DType::F32.into());
+        let (_, mut reads) = answer_all(&mut engine, &[request, plain([3, 4, 5])]);
+        let error = reads[0].error.take();
+        assert!(matches!(error, Some(Error::NotNumbers { layer: Some(0) })), "{name}: {error:?}");
+        assert_nothing_held(&engine);
+    }
 }
 
 #[rstest]

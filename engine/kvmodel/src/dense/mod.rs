@@ -36,6 +36,7 @@ pub use ascend::AscendDense;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDense;
 pub use host::{HostDense, OutputTensor, lend_tensor};
+pub(crate) use kvbackend_cpu::dense::check_regular_file;
 pub use kvbackend_cpu::dense::{FileAccess, SharedBytes, StoredType, WeightFile};
 pub use stored::StoredWeight;
 pub(crate) use stored::bytes_of;

@@ -168,7 +168,8 @@ fn scaling(header: &Header, architecture: &str) -> Result<Value, GgufFailure> {
         let factor = required(&name("factor"), factor)?;
         only(&["yarn_ext_factor"], &[1.0, -1.0])?;
         only(&["yarn_log_multiplier"], &[0.0])?;
-        let scale = real("attn_factor")?.unwrap_or(1.0) * real("yarn_attn_factor")?.unwrap_or(1.0);
+        let scale = real("attn_factor")?.unwrap_or(1.0);
+        // llama.cpp overwrites the field yarn_attn_factor, so the field is named among those that are not used.
         let usual = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
         let attention = (scale != 1.0).then_some(scale * usual);
         return Ok(json!({

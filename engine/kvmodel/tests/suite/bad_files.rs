@@ -326,3 +326,44 @@ fn what_is_no_regular_file_is_named() {
         }
     }
 }
+
+/// The same in place of a model: a GGUF file, the weights of a directory, and one of its shards.
+#[test]
+#[cfg(unix)]
+fn a_model_that_is_no_regular_file_is_named() {
+    use std::os::unix::{fs::symlink, net::UnixListener};
+    type Put = fn(&Path);
+    let puts: [(&str, Put); 5] = [
+        ("a named pipe", |path| {
+            assert!(std::process::Command::new("mkfifo").arg(path).status().unwrap().success());
+        }),
+        ("a socket", |path| drop(UnixListener::bind(path).unwrap())),
+        ("a device", |path| symlink("/dev/zero", path).unwrap()),
+        ("a link to a file that does not exist", |path| symlink("blobs/none", path).unwrap()),
+        ("a directory", |path| fs::create_dir(path).unwrap()),
+    ];
+    for (what, put) in puts {
+        let dir = directory();
+        let weights = dir.path().join("model.safetensors");
+        fs::remove_file(&weights).unwrap();
+        put(&weights);
+        let shards = directory();
+        fs::remove_file(shards.path().join("model.safetensors")).unwrap();
+        let index = r#"{"weight_map": {"model.norm.weight": "part.safetensors"}}"#;
+        fs::write(shards.path().join("model.safetensors.index.json"), index).unwrap();
+        put(&shards.path().join("part.safetensors"));
+        let model = dir.path().join("model.gguf");
+        put(&model);
+        for (path, name) in
+            [(dir.path(), "model.safetensors"), (shards.path(), "part.safetensors"), (&model, "model.gguf")]
+        {
+            let error = load(path).map(drop).expect_err(what).to_string();
+            assert!(error.contains(name) && error.contains(what), "{what} as {name}: {error}");
+        }
+    }
+    let none = tempfile::tempdir().unwrap();
+    let error = load(none.path()).map(drop).unwrap_err().to_string();
+    assert!(error.contains("a directory without config.json"), "{error}");
+    let error = load(&none.path().join("none.gguf")).map(drop).unwrap_err().to_string();
+    assert!(error.contains("none.gguf") && error.contains("No such file"), "{error}");
+}

@@ -1,8 +1,6 @@
 //! Text streams: the pieces of an answer add up to its text, every stop string is found, and a token costs the
 //! same however long the answer is. Compared with decoding the whole answer at once.
 
-use std::time::{Duration, Instant};
-
 use kvmodel::{TextCodec, TextStream};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -150,10 +148,16 @@ fn a_token_costs_the_same_however_long_the_answer_is() {
     ] {
         let codec = codec(&decoder);
         let tokens: Vec<u32> = ids(tokens).into_iter().cycle().take(32_000).collect();
-        let started = Instant::now();
-        let (text, _) = streamed(&codec, &tokens, &["nobody says this".to_owned()]);
-        assert_eq!(text, codec.decode(&tokens).unwrap());
-        // Decoding everything after each token takes about a minute; decoding a few tokens, a tenth of a second.
-        assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+        // The bytes that are allocated count the work: decoding everything after each token takes 64 times as many for
+        // eight times as many tokens.
+        let allocated = |tokens: &[u32]| {
+            let mut text = String::new();
+            let stop = ["nobody says this".to_owned()];
+            let used = allocation_counter::measure(|| text = streamed(&codec, tokens, &stop).0);
+            assert_eq!(text, codec.decode(tokens).unwrap());
+            used.bytes_total
+        };
+        let (few, all) = (allocated(&tokens[..4000]), allocated(&tokens));
+        assert!(all < 16 * few, "{few} bytes for 4,000 tokens, {all} for 32,000");
     }
 }

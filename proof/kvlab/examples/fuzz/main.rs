@@ -1,4 +1,5 @@
-//! Fuzzes what comes from model files and clients: chat templates, `tokenizer.json`, and requests.
+//! Fuzzes what comes from model files and clients: chat templates, `tokenizer.json` with streams of its tokens, and
+//! requests.
 //!
 //! Each case is drawn from a seed. A case fails if it panics where an error was due, takes longer than
 //! [`LONGEST`] or more than [`MOST_MEMORY`], or leaves something held. The input of the running case is in

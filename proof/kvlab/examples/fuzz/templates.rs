@@ -49,7 +49,15 @@ const ATOMS: [&str; 22] = [
     "loop.index",
     "range(9)",
 ];
-const FILTERS: [&str; 31] = [
+const FILTERS: [&str; 39] = [
+    "safe",
+    "e",
+    "title",
+    "select",
+    "first | first",
+    "int(base=0)",
+    "truncate(9)",
+    "max",
     "length",
     "first",
     "last",
@@ -84,7 +92,12 @@ const FILTERS: [&str; 31] = [
 ];
 const OPERATORS: [&str; 16] =
     ["+", "-", "*", "/", "//", "%", "**", "~", "==", "<", "and", "or", "in", "not in", "is", "if x else"];
-const CALLS: [&str; 14] = [
+const CALLS: [&str; 19] = [
+    ".keys()",
+    ".values()",
+    ".casefold()",
+    ".title()",
+    ".isdigit()",
     ".split()",
     ".strip()",
     ".upper()",
@@ -126,7 +139,7 @@ fn statements(rng: &mut StdRng, depth: usize) -> String {
         let inside = if depth == 0 { "t".to_owned() } else { statements(rng, depth - 1) };
         let size = rng.random_range(0..4);
         let value = expression(rng, size);
-        let statement = match rng.random_range(0..10) {
+        let statement = match rng.random_range(0..12) {
             0 => format!("{{% set x = {value} %}}"),
             1 => format!("{{% set ns.x = {value} %}}"),
             2 => format!("{{% set ns = namespace(x={value}) %}}"),
@@ -135,6 +148,10 @@ fn statements(rng: &mut StdRng, depth: usize) -> String {
             5 => format!("{{% if {value} %}}{inside}{{% else %}}{inside}{{% endif %}}"),
             6 => format!("{{% macro f(x) %}}{inside}{{{{ f(x) }}}}{{% endmacro %}}{{{{ f({value}) }}}}"),
             7 => format!("{{% set x %}}{inside}{{% endset %}}"),
+            9 => format!(
+                "{{% macro g(x) %}}{{{{ caller(x) }}}}{{{{ varargs }}}}{{% endmacro %}}{{% call(y) g({value}, 1) %}}{inside}{{% endcall %}}"
+            ),
+            10 => "{% set ns.x = [ns.x] | map('first') %}{{ ns.x | list }}".to_owned(),
             8 => format!("{{% filter upper %}}{inside}{{% endfilter %}}"),
             _ => format!("{{{{ {value} }}}}"),
         };
@@ -143,10 +160,36 @@ fn statements(rng: &mut StdRng, depth: usize) -> String {
     text
 }
 
+/// Returns a template of up to about the largest size: several published ones, with statements between them, or one
+/// statement around many.
+fn long(rng: &mut StdRng) -> String {
+    /// A little more than the largest size of a template, in bytes.
+    const LARGEST: usize = 132 << 10;
+    let most = rng.random_range(1..LARGEST);
+    let list = GOLDENS["templates"].as_array().cloned().unwrap_or_default();
+    let mut text = String::new();
+    while text.len() < most {
+        let depth = rng.random_range(0..3);
+        match list.choose(rng).and_then(|entry| entry["template"].as_str()) {
+            Some(published) if rng.random_bool(0.5) => text.push_str(published),
+            _ => text.push_str(&statements(rng, depth)),
+        }
+    }
+    match rng.random_range(0..4) {
+        0 => format!(
+            "{{% macro g() %}}{text}{{% endmacro %}}{{% for i in range(99) %}}{{{{ g() }}}}{{% endfor %}}"
+        ),
+        1 => format!("{{% for i in range(99) %}}{{% macro g() %}}{text}{{% endmacro %}}{{% endfor %}}"),
+        2 => format!("{{% set x %}}{text}{{% endset %}}{{{{ x | upper | reverse | replace('', x) }}}}"),
+        _ => text,
+    }
+}
+
 fn template(rng: &mut StdRng) -> String {
     let published = GOLDENS["templates"].as_array().and_then(|list| list.choose(rng));
     let published = published.and_then(|entry| entry["template"].as_str()).unwrap_or_default();
-    match rng.random_range(0..3) {
+    match rng.random_range(0..4) {
+        3 => long(rng),
         0 => String::from_utf8_lossy(&spoiled(rng, published.as_bytes())).into_owned(),
         1 => {
             let cuts: Vec<usize> = published.char_indices().map(|(at, _)| at).collect();

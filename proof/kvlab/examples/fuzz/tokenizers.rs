@@ -1,6 +1,7 @@
-//! Tokenizers: real files with bytes changed, cut off or repeated, and with values of JSON exchanged.
+//! Tokenizers: real files with bytes changed, cut off or repeated, and with values of JSON exchanged. They encode
+//! and decode texts, and stream random tokens.
 
-use kvmodel::TextCodec;
+use kvmodel::{TextCodec, TextStream};
 use rand::RngExt;
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -142,5 +143,36 @@ pub(crate) fn case(rng: &mut StdRng, note: &Note) -> Outcome {
         }
     }
     let _ = codec.decode(&[0, 1, u32::MAX]);
+    (0..4).try_for_each(|_| stream(rng, &codec))
+}
+
+/// Streams random tokens, up to a stop string in half of the cases. The pieces must be the whole text up to the stop
+/// string, and a text that can be decoded at once can be streamed.
+fn stream(rng: &mut StdRng, codec: &TextCodec) -> Outcome {
+    let vocabulary = rng.random_range(1..700);
+    let tokens: Vec<u32> = (0..rng.random_range(0..60)).map(|_| rng.random_range(0..vocabulary)).collect();
+    let Ok(whole) = codec.decode(&tokens) else { return Ok(()) };
+    let characters: Vec<char> = whole.chars().collect();
+    let stop: Vec<String> = if characters.is_empty() || rng.random_bool(0.5) {
+        Vec::new()
+    } else {
+        let start = rng.random_range(0..characters.len());
+        vec![characters[start..].iter().take(rng.random_range(1..5)).collect()]
+    };
+    let failed = |error: kvmodel::Error| format!("{tokens:?} up to {stop:?}: {error}");
+    let mut stream = TextStream::new(codec, stop.iter().cloned()).map_err(failed)?;
+    let mut pieces = String::new();
+    for &token in &tokens {
+        pieces += stream.push(token).map_err(failed)?;
+    }
+    pieces += stream.rest().map_err(failed)?;
+    let stopped = stream.is_stopped();
+    let text = stream.finish().map_err(failed)?;
+    let expected = stop.first().and_then(|stop| whole.find(stop.as_str())).map_or(&*whole, |at| &whole[..at]);
+    if pieces != expected || text != pieces || stopped == stop.is_empty() {
+        return Err(format!(
+            "{tokens:?} up to {stop:?}: pieces {pieces:?}, text {text:?}, expected {expected:?}"
+        ));
+    }
     Ok(())
 }

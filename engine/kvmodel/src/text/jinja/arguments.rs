@@ -43,7 +43,7 @@ pub(super) fn needed(what: &str, name: &str, value: Option<Value>) -> Run<Value>
 /// Returns an argument that must be a text.
 pub(super) fn text_of<'a>(what: &str, value: &'a Value) -> Run<&'a str> {
     match value {
-        Value::Text(text) => Ok(text),
+        Value::Text(text) | Value::Safe(text) => Ok(text),
         Value::Undefined(words) => fail(&**words),
         other => fail(format!("{what}: '{}' object is not a string", other.kind())),
     }
@@ -58,6 +58,14 @@ pub(super) fn int_or(what: &str, value: Option<&Value>, absent: i128) -> Run<i12
             Some(number) => Ok(number),
             None => fail(format!("{what}: '{}' object cannot be interpreted as an integer", value.kind())),
         },
+    }
+}
+
+/// Returns an argument that must be a whole number and not none, or `absent` if it is not given.
+pub(super) fn whole_or(what: &str, value: Option<&Value>, absent: i128) -> Run<i128> {
+    match value {
+        Some(Value::None) => fail(format!("{what}: 'NoneType' object cannot be interpreted as an integer")),
+        value => int_or(what, value, absent),
     }
 }
 

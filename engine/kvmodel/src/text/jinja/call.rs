@@ -3,10 +3,11 @@
 use std::cell::Cell;
 use std::rc::Rc;
 
-use super::arguments::{Arguments, needed, text_of};
+use super::arguments::{Arguments, count, needed, text_of, whole_or};
 use super::evaluate::Evaluator;
 use super::fault::{Fault, Run, fail};
-use super::value::{Function, LoopState, Value};
+use super::iterables::{Shown, View};
+use super::value::{Function, LoopState, Value, check_key};
 use super::{operate, text_methods};
 
 /// The global functions.
@@ -18,6 +19,23 @@ const LIST_METHODS: [&str; 3] = ["count", "index", "copy"];
 const TUPLE_METHODS: [&str; 2] = ["count", "index"];
 const LOOP_METHODS: [&str; 2] = ["cycle", "changed"];
 const CYCLER_METHODS: [&str; 2] = ["next", "reset"];
+/// Methods and attributes of Python that are not supported: no published chat template uses them.
+const OTHER_TEXT_METHODS: [&str; 5] = ["encode", "format_map", "isidentifier", "maketrans", "translate"];
+const NUMBER_ATTRIBUTES: [&str; 13] = [
+    "as_integer_ratio",
+    "bit_count",
+    "bit_length",
+    "conjugate",
+    "denominator",
+    "from_bytes",
+    "fromhex",
+    "hex",
+    "imag",
+    "is_integer",
+    "numerator",
+    "real",
+    "to_bytes",
+];
 /// Methods that change a value, which templates must not call.
 const CHANGING: [&str; 13] = [
     "append",
@@ -60,6 +78,7 @@ impl Evaluator<'_> {
     pub(super) fn item(&self, value: &Value, key: &Value) -> Run<Value> {
         let found = match (value, key) {
             (Value::Undefined(words), _) => return fail(&**words),
+            (Value::Dict(_), key) if check_key(key).is_err() => None,
             (Value::Dict(dict), key) => dict.get(key, self.budget)?.cloned(),
             (value, key) => match key.as_int() {
                 Some(index) => operate::element(self.budget, value, index)?,
@@ -89,6 +108,14 @@ impl Evaluator<'_> {
             Value::Tuple(pair) if pair.items.len() == 2 && name == "list" => {
                 return Ok(pair.items.last().cloned());
             }
+            Value::Range { start, stop, step, .. } if ["start", "stop", "step"].contains(&name) => {
+                return Ok(Some(Value::Int(match name {
+                    "start" => *start,
+                    "step" => *step,
+                    _ => *stop,
+                })));
+            }
+            Value::Safe(_) => return fail(operate::safe_use(&format!("the attribute '{name}'"))),
             Value::Tuple(_) | Value::Range { .. } => &TUPLE_METHODS,
             Value::Loop(state) => {
                 if let Some(field) = loop_field(state, name) {
@@ -103,9 +130,7 @@ impl Evaluator<'_> {
             Value::Function(function) => match &**function {
                 Function::Cycler(items, at) if name == "current" => return Ok(items.get(at.get()).cloned()),
                 Function::Cycler(..) => &CYCLER_METHODS,
-                Function::Macro(number) if name == "name" => {
-                    return Ok(Some(self.macros[*number].declaration.name.into()));
-                }
+                Function::Macro(own, number) => return Ok(self.macro_field(own.as_deref(), *number, name)),
                 _ => &[],
             },
             _ => &[],
@@ -114,6 +139,19 @@ impl Evaluator<'_> {
             let words = format!("access to attribute '{name}' of '{}' object is unsafe.", value.kind());
             let field = matches!(value, Value::Dict(dict) if dict.field(name).is_some());
             return Ok((!field).then(|| Value::Undefined(words.into())));
+        }
+        let others = match value {
+            Value::Text(_) => &OTHER_TEXT_METHODS[..],
+            Value::Dict(_) => &["fromkeys"],
+            Value::Function(function) if matches!(**function, Function::Global("dict")) => &["fromkeys"],
+            Value::Bool(_) | Value::Int(_) | Value::Float(_) => &NUMBER_ATTRIBUTES,
+            _ => &[],
+        };
+        if others.contains(&name) {
+            return fail(format!(
+                "the attribute '{name}' of a '{}' is not supported in chat templates",
+                value.kind()
+            ));
         }
         let method = methods.contains(&name).then(|| Function::Method(value.clone(), name.into()));
         method.map(|method| Value::function(self.budget, method)).transpose()
@@ -130,7 +168,7 @@ impl Evaluator<'_> {
             }
             Value::Function(function) => match &**function {
                 Function::Global(name) => self.call_global(name, arguments),
-                Function::Macro(number) => self.call_macro(*number, arguments),
+                Function::Macro(_, number) => self.call_macro(*number, arguments),
                 Function::Method(value, method) => self.call_method(value, method, arguments),
                 Function::Joiner(separator, called) => {
                     let first = !called.replace(true);
@@ -206,27 +244,27 @@ impl Evaluator<'_> {
     }
 
     fn call_method(&mut self, value: &Value, method: &str, arguments: Arguments) -> Run<Value> {
+        if !arguments.named.is_empty() && !matches!(value, Value::Text(_)) {
+            return fail(format!("{}.{method}() takes no keyword arguments", value.kind()));
+        }
         match value {
             Value::Text(text) => text_methods::call(self, text, method, arguments),
-            Value::Dict(dict) => match method {
-                "get" => {
-                    let [key, default] = arguments.of("get", ["key", "default"])?;
-                    let found = dict.get(&needed("get", "key", key)?, self.budget)?.cloned();
-                    Ok(found.or(default).unwrap_or(Value::None))
-                }
-                "copy" => Ok(value.clone()),
-                "keys" => Value::list(self.budget, value.items(self.budget)?),
-                "values" => {
-                    let values = dict.entries.iter().map(|(_, value)| value.clone()).collect();
-                    Value::list(self.budget, values)
-                }
-                _ => {
-                    let pair = |(key, value): &(Value, Value)| {
-                        Value::tuple(self.budget, vec![key.clone(), value.clone()])
-                    };
-                    Value::list(self.budget, dict.entries.iter().map(pair).collect::<Run<_>>()?)
-                }
-            },
+            Value::Dict(dict) if method == "get" => {
+                let [key, default] = arguments.of("get", ["key", "default"])?;
+                let found = dict.get(&needed("get", "key", key)?, self.budget)?.cloned();
+                Ok(found.or(default).unwrap_or(Value::None))
+            }
+            Value::Dict(dict) => {
+                let [] = arguments.of(method, [])?;
+                let shown = match method {
+                    "keys" => Shown::Keys,
+                    "values" => Shown::Values,
+                    "items" => Shown::Items,
+                    _ => return Value::dict(self.budget, dict.entries.iter().cloned()),
+                };
+                self.budget.memory(64)?;
+                Ok(Value::View(Rc::new(View { shown, dict: Rc::clone(dict) })))
+            }
             Value::Loop(state) => self.call_loop(state, method, arguments),
             Value::Function(function) => match (&**function, method) {
                 (Function::Cycler(items, at), "next") => {
@@ -240,12 +278,25 @@ impl Evaluator<'_> {
                 }
                 _ => fail(format!("function has no method {method}")),
             },
-            value if method == "copy" => Ok(value.clone()),
+            value if method == "copy" => {
+                let [] = arguments.of(method, [])?;
+                Value::list(self.budget, value.items(self.budget)?)
+            }
             value => {
-                let [wanted] = arguments.of(method, ["value"])?;
+                let [wanted, start, stop] = arguments.of(method, ["value", "start", "stop"])?;
+                let bounded = start.is_some() || stop.is_some();
+                if bounded && (method == "count" || matches!(value, Value::Range { .. })) {
+                    return fail(format!("{method} takes at most 1 argument"));
+                }
                 let wanted = needed(method, "value", wanted)?;
+                let items = value.items(self.budget)?;
+                let place = |bound: Option<&Value>, absent: usize| -> Run<usize> {
+                    let bound = whole_or(method, bound, absent as i128)?;
+                    Ok(count(if bound < 0 { bound.saturating_add(items.len() as i128) } else { bound }))
+                };
+                let (start, stop) = (place(start.as_ref(), 0)?, place(stop.as_ref(), items.len())?);
                 let mut places = Vec::new();
-                for (i, item) in value.items(self.budget)?.iter().enumerate() {
+                for (i, item) in items.iter().enumerate().take(stop).skip(start) {
                     if item.equals(&wanted, self.budget)? {
                         places.push(i);
                     }

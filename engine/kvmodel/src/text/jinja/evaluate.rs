@@ -5,9 +5,9 @@ use std::rc::Rc;
 
 use minijinja::machinery::ast::{self, Expr, Stmt};
 
-use super::arguments::Arguments;
 use super::budget::Budget;
 use super::fault::{Fault, Run, fail};
+use super::macros::Macro;
 use super::print::{Namespaces, Printer};
 use super::value::{Function, LoopState, Value, deepest};
 use crate::text::clock::TemplateClock;
@@ -19,16 +19,9 @@ struct Scope<'t> {
     parent: Option<usize>,
 }
 
-/// A macro, with the scope in which it was defined.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Macro<'t> {
-    pub(super) declaration: &'t ast::Macro<'t>,
-    scope: usize,
-}
-
 /// The way in which a statement ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Flow {
+pub(super) enum Flow {
     Next,
     Continue,
     Break,
@@ -93,7 +86,7 @@ impl<'t> Evaluator<'t> {
         super::call::global(name).unwrap_or_else(|| Value::undefined(name))
     }
 
-    fn set(&mut self, name: &'t str, value: Value) -> Run<()> {
+    pub(super) fn set(&mut self, name: &'t str, value: Value) -> Run<()> {
         let names = &mut self.scopes[self.scope].names;
         if let Some((_, old)) = names.iter_mut().find(|(known, _)| *known == name) {
             *old = value;
@@ -105,7 +98,7 @@ impl<'t> Evaluator<'t> {
     }
 
     /// Runs a part of the template in a scope of its own inside `parent`.
-    fn scoped<T>(&mut self, parent: usize, part: impl FnOnce(&mut Self) -> Run<T>) -> Run<T> {
+    pub(super) fn scoped<T>(&mut self, parent: usize, part: impl FnOnce(&mut Self) -> Run<T>) -> Run<T> {
         self.budget.enter()?;
         let (outer, first) = (self.scope, self.scopes.len());
         self.scopes.push(Scope { names: Vec::new(), parent: Some(parent) });
@@ -124,7 +117,7 @@ impl<'t> Evaluator<'t> {
     }
 
     /// Runs a part of the template, and returns its output.
-    fn captured(&mut self, part: impl FnOnce(&mut Self) -> Run<()>) -> Run<Value> {
+    pub(super) fn captured(&mut self, part: impl FnOnce(&mut Self) -> Run<()>) -> Run<Value> {
         let outer = std::mem::take(&mut self.out);
         let result = part(self);
         let text = std::mem::replace(&mut self.out, outer);
@@ -138,7 +131,7 @@ impl<'t> Evaluator<'t> {
         Ok(())
     }
 
-    fn body(&mut self, body: &'t [Stmt<'t>]) -> Run<Flow> {
+    pub(super) fn body(&mut self, body: &'t [Stmt<'t>]) -> Run<Flow> {
         for statement in body {
             match self.statement(statement)? {
                 Flow::Next => {}
@@ -207,18 +200,16 @@ impl<'t> Evaluator<'t> {
                 self.write(&text)?;
             }
             Stmt::Macro(declaration) => {
-                let value = self.define(declaration)?;
+                let value = self.define(declaration, false)?;
                 self.set(declaration.name, value)?;
             }
             Stmt::CallBlock(block) => {
-                let caller = self.define(&block.macro_decl)?;
+                let caller = self.define(&block.macro_decl, true)?;
                 let value = self.call_with(&block.call, Some(caller))?;
                 let text = self.printer().text(&value)?.into_owned();
                 self.write(&text)?;
             }
-            Stmt::Do(call) => {
-                self.call_with(&call.call, None)?;
-            }
+            Stmt::Do(_) => return unsupported("do"),
             Stmt::Block(block) => {
                 // Nothing extends a chat template. A block sees the variables of the template, not of loops.
                 return self.scoped(0, |run| run.body(&block.body));
@@ -339,51 +330,11 @@ impl<'t> Evaluator<'t> {
         Ok(())
     }
 
-    fn define(&mut self, declaration: &'t ast::Macro<'t>) -> Run<Value> {
+    fn define(&mut self, declaration: &'t ast::Macro<'t>, is_caller: bool) -> Run<Value> {
         self.keep_scopes()?;
-        self.macros.push(Macro { declaration, scope: self.scope });
-        Ok(Value::Function(Rc::new(Function::Macro(self.macros.len() - 1))))
-    }
-
-    /// Calls a macro, and returns its output.
-    pub(super) fn call_macro(&mut self, number: usize, arguments: Arguments) -> Run<Value> {
-        let Macro { declaration, scope } = self.macros[number];
-        let Arguments { positional, mut named } = arguments;
-        let mut positional = positional.into_iter();
-        let first_default = declaration.args.len().saturating_sub(declaration.defaults.len());
-        self.captured(|run| {
-            run.scoped(scope, |run| {
-                for (i, parameter) in declaration.args.iter().enumerate() {
-                    let Expr::Var(parameter) = parameter else { continue };
-                    let by_name = named.iter().position(|(name, _)| name == parameter.id);
-                    let value = match (positional.next(), by_name, i.checked_sub(first_default)) {
-                        (Some(_), Some(_), _) => {
-                            return fail(format!(
-                                "{}() got multiple values for argument '{}'",
-                                declaration.name, parameter.id
-                            ));
-                        }
-                        (Some(value), ..) => value,
-                        (None, Some(at), _) => named.remove(at).1,
-                        (None, None, Some(default)) => run.expression(&declaration.defaults[default])?,
-                        (None, None, None) => {
-                            Value::Undefined(format!("parameter '{}' was not provided", parameter.id).into())
-                        }
-                    };
-                    run.set(parameter.id, value)?;
-                }
-                let rest = Value::tuple(run.budget, positional.collect())?;
-                run.set("varargs", rest)?;
-                if let Some(at) = named.iter().position(|(name, _)| name == "caller") {
-                    let caller = named.remove(at).1;
-                    run.set("caller", caller)?;
-                }
-                let named = named.into_iter().map(|(name, value)| (Value::from(&*name), value));
-                let named = Value::dict(run.budget, named)?;
-                run.set("kwargs", named)?;
-                run.body(&declaration.body).map(drop)
-            })
-        })
+        self.macros.push(Macro::new(self.budget, declaration, self.scope)?);
+        let name = (!is_caller).then(|| declaration.name.into());
+        Ok(Value::Function(Rc::new(Function::Macro(name, self.macros.len() - 1))))
     }
 }
 

@@ -74,7 +74,12 @@ pub(super) fn percent(run: &Evaluator<'_>, text: &str, arguments: &Value) -> Run
         }
         if peek(&chars) == Some('.') {
             chars.next();
-            layout.precision = Some(digits(&mut chars));
+            layout.precision = Some(if peek(&chars) == Some('*') {
+                chars.next();
+                count(next()?.as_int().map_or_else(|| fail("* wants int"), Ok)?)
+            } else {
+                digits(&mut chars)
+            });
         }
         while peek(&chars).is_some_and(|c| "hlL".contains(c)) {
             chars.next();
@@ -91,7 +96,9 @@ pub(super) fn percent(run: &Evaluator<'_>, text: &str, arguments: &Value) -> Run
         out.push_str(&converted(run, kind, layout, &value)?);
         run.budget.memory(out.len() / 8)?;
     }
-    let unused = matches!(arguments, Value::Tuple(_)) || !(named || matches!(arguments, Value::Dict(_)));
+    let mapping =
+        matches!(arguments, Value::Dict(_) | Value::List(_) | Value::Range { .. } | Value::Undefined(_));
+    let unused = matches!(arguments, Value::Tuple(_)) || !(named || mapping);
     if unused && list.next().is_some() {
         return fail("not all arguments converted during string formatting");
     }
@@ -119,8 +126,11 @@ fn converted(run: &Evaluator<'_>, kind: char, mut layout: Layout, value: &Value)
     if "sra".contains(kind) {
         layout.fill = None;
         layout.align = layout.align.or(Some('>'));
-        let text =
-            if kind == 's' { run.printer().text(value)?.into_owned() } else { run.printer().repr(value)? };
+        let text = match kind {
+            's' => run.printer().text(value)?.into_owned(),
+            'r' => run.printer().repr(value)?,
+            _ => super::print::ascii(&run.printer().repr(value)?),
+        };
         return laid_out(run, text, &layout);
     }
     // A field with zeros is filled up behind its sign, unless it is aligned to the left.
@@ -146,17 +156,25 @@ fn converted(run: &Evaluator<'_>, kind: char, mut layout: Layout, value: &Value)
     }
 }
 
+/// The way in which the fields of a text name the positions of their arguments.
+#[derive(Debug, Clone, Copy)]
+enum Numbering {
+    Unknown,
+    /// Fields without a number, of which this many were read.
+    Automatic(usize),
+    Manual,
+}
+
 /// Formats a text as `str.format` does.
 pub(super) fn braces(run: &Evaluator<'_>, text: &str, arguments: &Arguments) -> Run<String> {
-    let mut next = 0;
-    fields(run, text, arguments, &mut next, 0)
+    fields(run, text, arguments, &mut Numbering::Unknown, 0)
 }
 
 fn fields(
     run: &Evaluator<'_>,
     text: &str,
     arguments: &Arguments,
-    next: &mut usize,
+    next: &mut Numbering,
     depth: usize,
 ) -> Run<String> {
     if depth > 2 {
@@ -190,7 +208,8 @@ fn fields(
         let value = match conversion {
             None => value,
             Some("s") => Value::text(run.budget, run.printer().text(&value)?)?,
-            Some("r" | "a") => Value::text(run.budget, run.printer().repr(&value)?)?,
+            Some("r") => Value::text(run.budget, run.printer().repr(&value)?)?,
+            Some("a") => Value::text(run.budget, super::print::ascii(&run.printer().repr(&value)?))?,
             Some(other) => return fail(format!("Unknown conversion specifier {other}")),
         };
         out.push_str(&by_specification(run, &value, &spec)?);
@@ -201,16 +220,23 @@ fn fields(
 }
 
 /// Returns the argument for a field's name: a number, a name or nothing, and indices or attributes.
-fn argument(run: &Evaluator<'_>, name: &str, arguments: &Arguments, next: &mut usize) -> Run<Value> {
+fn argument(run: &Evaluator<'_>, name: &str, arguments: &Arguments, next: &mut Numbering) -> Run<Value> {
     let end = name.find(['.', '[']).unwrap_or(name.len());
     let (first, mut rest) = name.split_at(end);
-    let mut value = match (first, first.parse::<usize>()) {
-        ("", _) => {
-            *next += 1;
-            arguments.positional.get(*next - 1).cloned()
+    let mut value = match (first, first.parse::<usize>(), *next) {
+        ("", _, Numbering::Manual) | (_, Ok(_), Numbering::Automatic(_)) => {
+            return fail("a format has fields with a number and fields without one");
         }
-        (_, Ok(number)) => arguments.positional.get(number).cloned(),
-        (name, Err(_)) => {
+        ("", _, known) => {
+            let at = if let Numbering::Automatic(at) = known { at } else { 0 };
+            *next = Numbering::Automatic(at + 1);
+            arguments.positional.get(at).cloned()
+        }
+        (_, Ok(number), _) => {
+            *next = Numbering::Manual;
+            arguments.positional.get(number).cloned()
+        }
+        (name, Err(_), _) => {
             arguments.named.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone())
         }
     }
@@ -218,7 +244,9 @@ fn argument(run: &Evaluator<'_>, name: &str, arguments: &Arguments, next: &mut u
     while !rest.is_empty() {
         let (key, after) = if let Some(inside) = rest.strip_prefix('[') {
             match inside.split_once(']') {
-                Some((key, after)) => (key.parse().map_or_else(|_| Value::from(key), Value::Int), after),
+                Some((key, after)) => {
+                    (key.parse().map_or_else(|_| Value::from(key), |at: usize| at.into()), after)
+                }
                 None => return fail("Missing ']' in format string"),
             }
         } else {
@@ -276,21 +304,40 @@ fn by_specification(run: &Evaluator<'_>, value: &Value, spec: &str) -> Run<Strin
         return unknown();
     }
     match (kind, value) {
-        (None | Some('s'), Value::Text(text)) => {
-            layout.align = layout.align.or(Some('<'));
-            laid_out(run, text.to_string(), &layout)
+        (None | Some('s'), Value::Text(_)) if layout.group.is_some() || layout.sign.is_some() => unknown(),
+        (None | Some('s'), Value::Text(text)) => laid_out(run, text.to_string(), &left(layout)),
+        (None | Some('x' | 'X' | 'o' | 'b' | 'n' | 'd' | 'c'), value)
+            if value.as_int().is_some() && layout.precision.is_some() =>
+        {
+            fail("Precision not allowed in integer format specifier")
         }
-        (None | Some('d'), Value::Int(n)) => whole(run, *n, 'd', &right(layout)),
-        (Some(kind @ ('x' | 'X' | 'o' | 'b' | 'n' | 'd')), value) if value.as_int().is_some() => {
-            whole(run, value.as_int().unwrap_or(0), kind, &right(layout))
+        (Some('c'), value) if value.as_int().is_some() => {
+            match value.as_int().and_then(|n| u32::try_from(n).ok()).and_then(char::from_u32) {
+                Some(c) => laid_out(run, c.to_string(), &left(layout)),
+                None => fail("%c arg not in range(0x110000)"),
+            }
+        }
+        (kind @ (None | Some('x' | 'X' | 'o' | 'b' | 'n' | 'd')), value) if value.as_int().is_some() => {
+            whole(run, value.as_int().unwrap_or(0), kind.unwrap_or('d'), &right(layout))
         }
         (Some(kind @ ('e' | 'E' | 'f' | 'F' | 'g' | 'G' | '%')), value) if value.as_float().is_some() => {
             real(run, value.as_float().unwrap_or(0.0), kind, &right(layout))
         }
         (None, Value::Float(x)) if layout.precision.is_some() => real(run, *x, 'g', &right(layout)),
-        (None, Value::Float(x)) => signed(run, *x < 0.0, super::print::float(x.abs()), &right(layout)),
+        (None, Value::Float(x)) => signed(
+            run,
+            x.is_sign_negative() && !x.is_nan(),
+            "",
+            (super::print::float(x.abs()), 3),
+            &right(layout),
+        ),
         _ => unknown(),
     }
+}
+
+/// Aligns texts to the left, unless the layout says otherwise.
+fn left(layout: Layout) -> Layout {
+    Layout { align: layout.align.or(Some('<')), ..layout }
 }
 
 /// Aligns numbers to the right, unless the layout says otherwise.
@@ -312,7 +359,8 @@ fn whole(run: &Evaluator<'_>, number: i128, kind: char, layout: &Layout) -> Run<
     run.budget.memory(least)?;
     let digits = letters::fill(&digits, least, '0', Fill::Left);
     let prefix = if layout.alternate { prefix } else { "" };
-    signed(run, number < 0, format!("{prefix}{digits}"), layout)
+    let each = if "xXob".contains(kind) { 4 } else { 3 };
+    signed(run, number < 0, prefix, (digits, each), layout)
 }
 
 /// Writes a float in the form `e`, `f`, `g` or `%`.
@@ -351,7 +399,7 @@ fn real(run: &Evaluator<'_>, number: f64, kind: char, layout: &Layout) -> Run<St
         _ => format!("{size:.precision$}"),
     };
     let text = if kind.is_ascii_uppercase() { text.to_uppercase() } else { text };
-    signed(run, number.is_sign_negative() && !number.is_nan(), text, layout)
+    signed(run, number.is_sign_negative() && !number.is_nan(), "", (text, 3), layout)
 }
 
 /// Writes a number with an exponent of at least two digits.
@@ -362,8 +410,14 @@ fn scientific(size: f64, precision: usize) -> String {
     format!("{digits}e{}{:02}", if power < 0 { '-' } else { '+' }, power.abs())
 }
 
-/// Adds the sign and the groups of digits, and fills the field up.
-fn signed(run: &Evaluator<'_>, negative: bool, digits: String, layout: &Layout) -> Run<String> {
+/// Adds the sign, the prefix and the groups of `each` digits, and fills the field up.
+fn signed(
+    run: &Evaluator<'_>,
+    negative: bool,
+    prefix: &str,
+    (digits, each): (String, usize),
+    layout: &Layout,
+) -> Run<String> {
     let sign = match (negative, layout.sign) {
         (true, _) => "-",
         (false, Some('+')) => "+",
@@ -373,11 +427,18 @@ fn signed(run: &Evaluator<'_>, negative: bool, digits: String, layout: &Layout) 
     let digits = match layout.group {
         None => digits,
         Some(group) => {
-            let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
+            let is_digit = |c: char| if each == 4 { c.is_ascii_hexdigit() } else { c.is_ascii_digit() };
+            let end = digits.find(|c: char| !is_digit(c)).unwrap_or(digits.len());
             let (whole, rest) = digits.split_at(end);
+            // Zeros that fill the field up are grouped like other digits, and no field begins with a separator.
+            let zeros = layout.align == Some('=') && layout.fill == Some('0');
+            let room = layout.width.saturating_sub(sign.len() + prefix.len() + rest.len());
+            let least = if zeros { (room / (each + 1)) * each + (room % (each + 1)).max(1) } else { 0 };
+            run.budget.memory(2 * least)?;
+            let whole = letters::fill(whole, least, '0', Fill::Left);
             let mut grouped = String::new();
             for (i, c) in whole.chars().enumerate() {
-                if i > 0 && (whole.len() - i) % 3 == 0 {
+                if i > 0 && (whole.len() - i).is_multiple_of(each) {
                     grouped.push(group);
                 }
                 grouped.push(c);
@@ -387,13 +448,13 @@ fn signed(run: &Evaluator<'_>, negative: bool, digits: String, layout: &Layout) 
     };
     if layout.align == Some('=') {
         run.budget.memory(layout.width)?;
-        let width = layout.width.saturating_sub(sign.len());
+        let width = layout.width.saturating_sub(sign.len() + prefix.len());
         return Ok(format!(
-            "{sign}{}",
+            "{sign}{prefix}{}",
             letters::fill(&digits, width, layout.fill.unwrap_or(' '), Fill::Left)
         ));
     }
-    laid_out(run, format!("{sign}{digits}"), &Layout { precision: None, ..*layout })
+    laid_out(run, format!("{sign}{prefix}{digits}"), &Layout { precision: None, ..*layout })
 }
 
 /// Cuts a text to the precision and fills it up to the width.

@@ -67,7 +67,7 @@ impl Writer<'_> {
             Value::None => out.push_str("null"),
             Value::Bool(truth) => out.push_str(if *truth { "true" } else { "false" }),
             Value::Int(_) | Value::Float(_) => out.push_str(&number(value)),
-            Value::Text(text) => {
+            Value::Text(text) | Value::Safe(text) => {
                 self.budget.memory(text.len())?;
                 self.text(out, text);
             }

@@ -1,5 +1,7 @@
 //! Operations on texts as Python defines them: white space, lines, words, cases and fields.
 
+use super::characters::{decimal, is_cased, is_titlecase, push_folded, push_title};
+
 /// Returns true if Python's `str.strip` removes the character.
 pub(super) fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\x1c'..='\x1f').contains(&c)
@@ -76,26 +78,24 @@ pub(super) fn rsplit<'a>(text: &'a str, separator: Option<&str>, most: Option<us
     fields
 }
 
-/// Returns true if the character has a case.
-fn is_cased(c: char) -> bool {
-    c.is_lowercase() || c.is_uppercase()
-}
-
-/// Writes a character in title case, where it differs from its upper case only in characters that become
-/// several: ß becomes Ss.
-fn push_title(out: &mut String, c: char) {
-    for (i, upper) in c.to_uppercase().enumerate() {
-        if i == 0 { out.push(upper) } else { out.extend(upper.to_lowercase()) }
-    }
+/// Returns each character with its lower case, in which a sigma at the end of a word has its own form.
+fn with_lower<'a>(text: &'a str, lower: &'a str) -> impl Iterator<Item = (char, &'a str)> {
+    let mut at = 0;
+    text.chars().map(move |c| {
+        // Both forms of the sigma have the same length.
+        let len: usize = c.to_lowercase().map(char::len_utf8).sum();
+        at += len;
+        (c, &lower[at - len..at])
+    })
 }
 
 /// Returns Python's `str.title()`.
 pub(super) fn title(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut inside = false;
-    for c in text.chars() {
+    for (c, lower) in with_lower(text, &text.to_lowercase()) {
         if inside {
-            out.extend(c.to_lowercase());
+            out.push_str(lower);
         } else {
             push_title(&mut out, c);
         }
@@ -107,19 +107,25 @@ pub(super) fn title(text: &str) -> String {
 /// Returns Python's `str.capitalize()`.
 pub(super) fn capitalize(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    let mut chars = text.chars();
-    if let Some(first) = chars.next() {
-        push_title(&mut out, first);
+    for (i, (c, lower)) in with_lower(text, &text.to_lowercase()).enumerate() {
+        if i == 0 { push_title(&mut out, c) } else { out.push_str(lower) }
     }
-    out + &chars.as_str().to_lowercase()
+    out
+}
+
+/// Returns Python's `str.casefold()`.
+pub(super) fn casefold(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    text.chars().for_each(|c| push_folded(&mut out, c));
+    out
 }
 
 /// Returns Python's `str.swapcase()`.
 pub(super) fn swapcase(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
+    for (c, lower) in with_lower(text, &text.to_lowercase()) {
         if c.is_uppercase() {
-            out.extend(c.to_lowercase());
+            out.push_str(lower);
         } else if c.is_lowercase() {
             out.extend(c.to_uppercase());
         } else {
@@ -133,7 +139,7 @@ pub(super) fn swapcase(text: &str) -> String {
 pub(super) fn is_title(text: &str) -> bool {
     let (mut cased, mut inside) = (false, false);
     for c in text.chars() {
-        if c.is_uppercase() {
+        if c.is_uppercase() || is_titlecase(c) {
             if inside {
                 return false;
             }
@@ -149,9 +155,19 @@ pub(super) fn is_title(text: &str) -> bool {
     cased
 }
 
-/// Returns true if the text has letters with a case, and none in the other case.
-pub(super) fn has_only(text: &str, wanted: fn(char) -> bool, other: fn(char) -> bool) -> bool {
-    text.chars().any(wanted) && !text.chars().any(other)
+/// Returns Python's `str.islower()`: the text has letters with a case, and all of them are in lower case.
+pub(super) fn is_lower(text: &str) -> bool {
+    text.chars().any(char::is_lowercase) && !text.chars().any(|c| c.is_uppercase() || is_titlecase(c))
+}
+
+/// Returns Python's `str.isupper()`: the text has letters with a case, and all of them are in upper case.
+pub(super) fn is_upper(text: &str) -> bool {
+    text.chars().any(char::is_uppercase) && !text.chars().any(|c| c.is_lowercase() || is_titlecase(c))
+}
+
+/// Returns a text with ASCII's digits in place of the decimal digits of other scripts, as Python reads numbers.
+pub(super) fn with_ascii_digits(text: &str) -> String {
+    text.chars().map(|c| decimal(c).and_then(|digit| char::from_digit(digit, 10)).unwrap_or(c)).collect()
 }
 
 /// The side of a field on which a shorter text is filled up.

@@ -14,20 +14,26 @@
 // Decision: docs/decisions/models.md#a-chat-template-is-evaluated-here
 
 mod arguments;
+mod arithmetic;
 mod budget;
 mod call;
+mod characters;
 mod evaluate;
 mod expression;
 mod fault;
 mod filters;
 mod format;
-mod generation;
+mod iterables;
 mod json;
 mod letters;
+mod literals;
+mod macros;
+mod names;
 mod operate;
 mod parts;
 mod predicates;
 mod print;
+mod tags;
 mod text_methods;
 mod value;
 
@@ -90,7 +96,7 @@ fn parsed<T>(source: &str, use_template: impl FnOnce(&Stmt<'_>) -> Run<T>) -> Ru
     }
     // Jinja2 reads every line break as a line feed, and drops the one at the end.
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
-    let source = generation::as_scopes(&source);
+    let source = tags::rewritten(&source)?;
     let bad = |error: minijinja::Error| {
         let words = match error.detail() {
             Some(detail) => format!("{}: {detail}", error.kind()),

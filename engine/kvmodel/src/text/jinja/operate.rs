@@ -2,8 +2,10 @@
 
 use std::cmp::Ordering;
 
+use super::arithmetic::{self, too_large};
 use super::budget::Budget;
 use super::fault::{Fault, Run, fail};
+use super::letters;
 use super::value::Value;
 
 /// A binary operator on numbers, texts and lists.
@@ -42,6 +44,9 @@ pub(super) fn defined(value: &Value) -> Run<&Value> {
 
 /// Applies an operator. A text as the left operand of `%` is not handled here.
 pub(super) fn binary(budget: &Budget, op: Operator, a: &Value, b: &Value) -> Run<Value> {
+    if matches!(a, Value::Safe(_)) || matches!(b, Value::Safe(_)) {
+        return with_safe(budget, op, a, b);
+    }
     match (op, defined(a)?, defined(b)?) {
         (Operator::Add, Value::Text(a), Value::Text(b)) => {
             budget.memory(a.len() + b.len())?;
@@ -63,8 +68,8 @@ pub(super) fn binary(budget: &Budget, op: Operator, a: &Value, b: &Value) -> Run
             repeat(budget, container, usize::try_from(count).unwrap_or(usize::MAX))
         }
         (op, a, b) => match (a.as_int(), b.as_int(), a.as_float(), b.as_float()) {
-            (Some(a), Some(b), ..) => whole(op, a, b),
-            (.., Some(a), Some(b)) => real(op, a, b),
+            (Some(a), Some(b), ..) => arithmetic::whole(op, a, b),
+            (.., Some(a), Some(b)) => arithmetic::real(op, a, b),
             _ => fail(format!(
                 "unsupported operand type(s) for {}: '{}' and '{}'",
                 op.sign(),
@@ -73,6 +78,29 @@ pub(super) fn binary(budget: &Budget, op: Operator, a: &Value, b: &Value) -> Run
             )),
         },
     }
+}
+
+/// Applies an operator to operands of which one is a safe text. Python escapes what it adds to such a text.
+fn with_safe(budget: &Budget, op: Operator, a: &Value, b: &Value) -> Run<Value> {
+    let escaped = |value: &Value| match value {
+        Value::Text(text) => Some(letters::escape(text)),
+        Value::Safe(text) => Some(text.to_string()),
+        _ => None,
+    };
+    match (op, escaped(defined(a)?), escaped(defined(b)?)) {
+        (Operator::Add, Some(a), Some(b)) => {
+            budget.memory(2 * (a.len() + b.len()))?;
+            Ok(Value::Safe((a + &b).into()))
+        }
+        _ => fail(safe_use(op.sign())),
+    }
+}
+
+/// Returns the words of the error for a use of a safe text that is not supported.
+pub(super) fn safe_use(what: &str) -> String {
+    format!(
+        "{what} is not supported for a text that 'safe' or 'escape' has marked; leave out that filter in chat templates"
+    )
 }
 
 /// Repeats a text, a list or a tuple.
@@ -96,48 +124,6 @@ fn repeat(budget: &Budget, container: &Value, count: usize) -> Run<Value> {
     }
 }
 
-fn too_large() -> Fault {
-    Fault::limit("a whole number is outside the range of 128 bits")
-}
-
-fn whole(op: Operator, a: i128, b: i128) -> Run<Value> {
-    let zero = || Fault::failed("division by zero");
-    let number = match op {
-        Operator::Add => a.checked_add(b),
-        Operator::Sub => a.checked_sub(b),
-        Operator::Mul => a.checked_mul(b),
-        Operator::Div | Operator::FloorDiv | Operator::Rem if b == 0 => return Err(zero()),
-        Operator::Div => return Ok(Value::Float(a as f64 / b as f64)),
-        Operator::FloorDiv => {
-            a.checked_div_euclid(b).map(|q| if b < 0 && a.rem_euclid(b) != 0 { q - 1 } else { q })
-        }
-        Operator::Rem => a.checked_rem_euclid(b).map(|rest| if b < 0 && rest != 0 { rest + b } else { rest }),
-        Operator::Pow if b < 0 && a == 0 => return fail("zero cannot be raised to a negative power"),
-        Operator::Pow if b < 0 => return Ok(Value::Float((a as f64).powf(b as f64))),
-        Operator::Pow => u32::try_from(b).ok().and_then(|b| a.checked_pow(b)),
-    };
-    number.map(Value::Int).ok_or_else(too_large)
-}
-
-fn real(op: Operator, a: f64, b: f64) -> Run<Value> {
-    if b == 0.0 && matches!(op, Operator::Div | Operator::FloorDiv | Operator::Rem) {
-        return fail("float division by zero");
-    }
-    let modulo = || {
-        let rest = a % b;
-        if rest != 0.0 && (rest < 0.0) != (b < 0.0) { rest + b } else { rest }
-    };
-    Ok(Value::Float(match op {
-        Operator::Add => a + b,
-        Operator::Sub => a - b,
-        Operator::Mul => a * b,
-        Operator::Div => a / b,
-        Operator::FloorDiv => ((a - modulo()) / b).round(),
-        Operator::Rem => modulo(),
-        Operator::Pow => a.powf(b),
-    }))
-}
-
 /// Returns the negative of a number.
 pub(super) fn negative(value: &Value) -> Run<Value> {
     match (defined(value)?, value.as_int()) {
@@ -151,7 +137,7 @@ pub(super) fn negative(value: &Value) -> Run<Value> {
 pub(super) fn compare(budget: &Budget, a: &Value, b: &Value) -> Run<Option<Ordering>> {
     budget.steps(1)?;
     match (defined(a)?, defined(b)?) {
-        (Value::Text(a), Value::Text(b)) => {
+        (Value::Text(a) | Value::Safe(a), Value::Text(b) | Value::Safe(b)) => {
             budget.steps(a.len().min(b.len()) >> 10)?;
             Ok(Some(a.cmp(b)))
         }
@@ -163,11 +149,8 @@ pub(super) fn compare(budget: &Budget, a: &Value, b: &Value) -> Run<Option<Order
             }
             Ok(Some(a.items.len().cmp(&b.items.len())))
         }
-        (a, b) => match (a.as_int(), b.as_int(), a.as_float(), b.as_float()) {
-            (Some(a), Some(b), ..) => Ok(Some(a.cmp(&b))),
-            (.., Some(a), Some(b)) => Ok(a.partial_cmp(&b)),
-            _ => fail(format!("'<' not supported between instances of '{}' and '{}'", a.kind(), b.kind())),
-        },
+        (a, b) if a.as_float().is_some() && b.as_float().is_some() => Ok(arithmetic::ordered(a, b)),
+        (a, b) => fail(format!("'<' not supported between instances of '{}' and '{}'", a.kind(), b.kind())),
     }
 }
 
@@ -182,8 +165,8 @@ pub(super) fn contains(budget: &Budget, container: &Value, item: &Value) -> Run<
         Ok(false)
     };
     match container {
-        Value::Text(text) => match item {
-            Value::Text(part) => {
+        Value::Text(text) | Value::Safe(text) => match item {
+            Value::Text(part) | Value::Safe(part) => {
                 budget.steps(text.len() >> 8)?;
                 Ok(text.contains(&**part))
             }
@@ -191,11 +174,10 @@ pub(super) fn contains(budget: &Budget, container: &Value, item: &Value) -> Run<
         },
         Value::List(items) | Value::Tuple(items) => any(&items.items),
         Value::Loop(state) => any(&state.items),
+        Value::View(view) => view.contains(item, budget),
+        Value::Stream(stream) => stream.contains(item, budget),
         Value::Dict(dict) => Ok(dict.get(item, budget)?.is_some()),
-        Value::Range { start, len, step } => Ok(item.as_int().is_some_and(|n| {
-            let ahead = n - start;
-            ahead % step == 0 && (0..*len as i128).contains(&(ahead / step))
-        })),
+        Value::Range { .. } => any(&container.items(budget)?),
         Value::Undefined(_) => Ok(false),
         other => fail(format!("argument of type '{}' is not iterable", other.kind())),
     }
@@ -210,6 +192,7 @@ pub(super) fn element(budget: &Budget, value: &Value, index: i128) -> Run<Option
     };
     Ok(match value {
         Value::List(items) | Value::Tuple(items) => items.items.get(at).cloned(),
+        Value::Safe(_) => return fail(safe_use("an index")),
         Value::Range { start, step, .. } if at < len => Some(Value::Int(start + step * at as i128)),
         Value::Text(text) => text.chars().nth(at).map(|c| (&*c.encode_utf8(&mut [0; 4])).into()),
         _ => None,
@@ -226,6 +209,7 @@ pub(super) fn slice(
 ) -> Run<Value> {
     let len = match defined(value)? {
         Value::Text(_) | Value::List(_) | Value::Tuple(_) | Value::Range { .. } => value.len().unwrap_or(0),
+        Value::Safe(_) => return fail(safe_use("a slice")),
         other => return fail(format!("'{}' object is not subscriptable by a slice", other.kind())),
     };
     let step = step.unwrap_or(1);
@@ -257,6 +241,10 @@ pub(super) fn slice(
         let chars: Vec<char> = text.chars().collect();
         budget.memory(4 * chars.len())?;
         return Value::text(budget, places.into_iter().filter_map(|i| chars.get(i)).collect::<String>());
+    }
+    if let Value::Range { start, step: each, .. } = value {
+        let (first, stop) = (start + each * first, start + each * end);
+        return Ok(Value::Range { start: first, stop, step: each.saturating_mul(step), len: places.len() });
     }
     let picked = places.into_iter().map(|i| element(budget, value, i as i128));
     let picked: Vec<Value> = picked.collect::<Run<Vec<_>>>()?.into_iter().flatten().collect();
@@ -320,5 +308,5 @@ pub(super) fn range(arguments: &[Value]) -> Run<Value> {
     if len > MAX_RANGE {
         return Err(Fault::limit(format!("range has {len} elements, more than {MAX_RANGE}")));
     }
-    Ok(Value::Range { start, len: len as usize, step })
+    Ok(Value::Range { start, stop, step, len: len as usize })
 }

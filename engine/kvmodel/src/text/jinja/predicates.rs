@@ -76,17 +76,19 @@ pub(super) fn holds(run: &Evaluator<'_>, name: &str, value: &Value, arguments: &
         "integer" => matches!(value, Value::Int(_)),
         "float" => matches!(value, Value::Float(_)),
         "number" => value.as_float().is_some(),
-        "string" => matches!(value, Value::Text(_)),
+        "string" => matches!(value, Value::Text(_) | Value::Safe(_)),
         "mapping" => matches!(value, Value::Dict(_)),
         "iterable" => value.is_iterable(),
-        "sequence" => value.is_iterable() && !matches!(value, Value::Loop(_)),
+        "sequence" => {
+            value.is_iterable() && !matches!(value, Value::Loop(_) | Value::View(_) | Value::Stream(_))
+        }
         "callable" => match value {
             Value::Function(function) => !matches!(**function, super::value::Function::Cycler(..)),
             other => matches!(other, Value::Loop(_) | Value::Undefined(_)),
         },
-        "escaped" => false,
-        "lower" => letters::has_only(&scanned(run, value)?, char::is_lowercase, char::is_uppercase),
-        "upper" => letters::has_only(&scanned(run, value)?, char::is_uppercase, char::is_lowercase),
+        "escaped" => matches!(value, Value::Safe(_)),
+        "lower" => letters::is_lower(&scanned(run, value)?),
+        "upper" => letters::is_upper(&scanned(run, value)?),
         "odd" => remainder(&Value::Int(2))?.as_float() == Some(1.0),
         "even" => remainder(&Value::Int(2))?.as_float() == Some(0.0),
         "divisibleby" => remainder(other()?)?.as_float() == Some(0.0),

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::fmt::Write as _;
 
 use super::budget::{Budget, MAX_LEVELS, too_deep};
-use super::fault::Run;
+use super::characters::is_printable;
+use super::fault::{Run, fail};
 use super::value::{Function, Value};
 
 /// The fields of namespaces, for printing: each namespace's number is its index.
@@ -22,7 +23,7 @@ impl Printer<'_> {
     pub(super) fn text<'v>(&self, value: &'v Value) -> Run<Cow<'v, str>> {
         match value {
             Value::Undefined(_) => Ok(Cow::Borrowed("")),
-            Value::Text(text) => Ok(Cow::Borrowed(text)),
+            Value::Text(text) | Value::Safe(text) => Ok(Cow::Borrowed(text)),
             other => self.repr(other).map(Cow::Owned),
         }
     }
@@ -52,14 +53,19 @@ impl Printer<'_> {
                 self.budget.memory(text.len())?;
                 quoted(out, text);
             }
+            Value::Safe(text) => {
+                self.budget.memory(text.len())?;
+                out.push_str("Markup(");
+                quoted(out, text);
+                out.push(')');
+            }
             Value::List(items) => self.list(out, "[", &items.items, "]", depth)?,
             Value::Tuple(items) => {
                 let close = if items.items.len() == 1 { ",)" } else { ")" };
                 self.list(out, "(", &items.items, close, depth)?;
             }
             Value::Dict(dict) => self.map(out, "{", &dict.entries, depth)?,
-            Value::Range { start, len, step } => {
-                let stop = start + step * *len as i128;
+            Value::Range { start, stop, step, .. } => {
                 let _ = write!(out, "range({start}, {stop}");
                 if *step != 1 {
                     let _ = write!(out, ", {step}");
@@ -76,17 +82,21 @@ impl Printer<'_> {
             Value::Loop(state) => {
                 let _ = write!(out, "<LoopContext {}/{}>", state.index.get() + 1, state.items.len());
             }
+            Value::View(view) => {
+                let _ = write!(out, "{}(", view.kind());
+                self.list(out, "[", &view.items(self.budget)?, "])", depth)?;
+            }
             Value::Function(function) => match &**function {
-                Function::Global(name) => {
-                    let _ = write!(out, "<function {name}>");
+                Function::Macro(Some(name), _) => {
+                    let _ = write!(out, "<Macro '{name}'>");
                 }
-                Function::Method(value, name) => {
-                    let _ = write!(out, "<built-in method {name} of {} object>", value.kind());
-                }
-                Function::Macro(_) => out.push_str("<Macro>"),
-                Function::Cycler(..) => out.push_str("<Cycler>"),
-                Function::Joiner(..) => out.push_str("<Joiner>"),
+                Function::Macro(None, _) => out.push_str("<Macro anonymous>"),
+                Function::Method(_, name) => return without_text(&format!("the method '{name}'")),
+                Function::Global(name) => return without_text(&format!("the function '{name}'")),
+                Function::Cycler(..) => return without_text("a cycler"),
+                Function::Joiner(..) => return without_text("a joiner"),
             },
+            Value::Stream(_) => return without_text("the result of a filter such as 'map' or 'select'"),
         }
         self.budget.memory(out.len() - before)
     }
@@ -114,8 +124,31 @@ impl Printer<'_> {
     }
 }
 
+/// Returns the failure of a value that Python prints with its address in memory.
+fn without_text<T>(what: &str) -> Run<T> {
+    fail(format!("{what} has no text of its own; call it, or add the filter 'list' or 'join'"))
+}
+
+/// Returns a text in quotes, as Python's `ascii` writes it: with escapes for all characters outside ASCII.
+pub(super) fn ascii(repr: &str) -> String {
+    let mut out = String::with_capacity(repr.len());
+    for c in repr.chars() {
+        if c.is_ascii() { out.push(c) } else { escaped(&mut out, c) }
+    }
+    out
+}
+
+/// Writes a character as an escape.
+pub(super) fn escaped(out: &mut String, c: char) {
+    let _ = match c as u32 {
+        code @ ..=0xFF => write!(out, "\\x{code:02x}"),
+        code @ ..=0xFFFF => write!(out, "\\u{code:04x}"),
+        code => write!(out, "\\U{code:08x}"),
+    };
+}
+
 /// Writes a text in quotes, as Python's `repr` does.
-fn quoted(out: &mut String, text: &str) {
+pub(super) fn quoted(out: &mut String, text: &str) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(quote);
     for c in text.chars() {
@@ -126,25 +159,10 @@ fn quoted(out: &mut String, text: &str) {
             '\\' => out.push_str("\\\\"),
             c if c == quote => out.extend(['\\', c]),
             c if c == ' ' || is_printable(c) => out.push(c),
-            c => {
-                let _ = match c as u32 {
-                    code @ ..=0xFF => write!(out, "\\x{code:02x}"),
-                    code @ ..=0xFFFF => write!(out, "\\u{code:04x}"),
-                    code => write!(out, "\\U{code:08x}"),
-                };
-            }
+            c => escaped(out, c),
         }
     }
     out.push(quote);
-}
-
-/// Returns true if a character is printable. Behind a letter, `escape_debug` escapes only what is not.
-pub(super) fn is_printable(c: char) -> bool {
-    if matches!(c, '"' | '\'' | '\\') {
-        return true;
-    }
-    let pair: String = ['a', c].iter().collect();
-    pair.escape_debug().eq(pair.chars())
 }
 
 /// Writes a float as Python does: with the fewest digits that give the same value, and with an exponent if it

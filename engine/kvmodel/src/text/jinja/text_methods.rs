@@ -1,12 +1,13 @@
 //! The methods of Python's `str`.
 
-use super::arguments::{Arguments, count, int_or, needed, text_of};
+use super::arguments::{Arguments, count, int_or, needed, text_of, whole_or};
+use super::budget::Budget;
 use super::evaluate::Evaluator;
 use super::fault::{Run, fail};
 use super::letters::{self, Fill, is_space};
 use super::operate;
 use super::value::Value;
-use super::{format, print};
+use super::{characters, format};
 
 /// The methods of texts.
 pub(super) const METHODS: [&str; 42] = [
@@ -54,13 +55,18 @@ pub(super) const METHODS: [&str; 42] = [
     "zfill",
 ];
 
+/// The methods whose arguments can be given by name.
+const WITH_NAMES: [&str; 5] = ["expandtabs", "format", "rsplit", "split", "splitlines"];
+
 /// Calls a method of a text.
 pub(super) fn call(run: &mut Evaluator<'_>, text: &str, method: &str, arguments: Arguments) -> Run<Value> {
     let budget = run.budget;
     // Every method reads the text and most make a copy, which case mappings may make three times as long.
     budget.memory(text.len())?;
+    if !arguments.named.is_empty() && !WITH_NAMES.contains(&method) {
+        return fail(format!("str.{method}() takes no keyword arguments"));
+    }
     let new = |text: String| Value::text(budget, text);
-    let every = |test: fn(char) -> bool| Ok(Value::Bool(!text.is_empty() && text.chars().all(test)));
     match method {
         "format" => {
             let formatted = format::braces(run, text, &arguments)?;
@@ -81,12 +87,12 @@ pub(super) fn call(run: &mut Evaluator<'_>, text: &str, method: &str, arguments:
         "replace" => {
             let [old, new, most] = arguments.of("replace", ["old", "new", "count"])?;
             let (old, new) = (needed("replace", "old", old)?, needed("replace", "new", new)?);
-            let most = int_or("replace", most.as_ref(), -1)?;
+            let most = whole_or("replace", most.as_ref(), -1)?;
             return replaced(run, text, &old, &new, most);
         }
         "split" | "rsplit" => {
             let [separator, most] = arguments.of(method, ["sep", "maxsplit"])?;
-            let most = int_or(method, most.as_ref(), -1)?;
+            let most = whole_or(method, most.as_ref(), -1)?;
             let most = (most >= 0).then(|| count(most));
             let separator = optional_text(method, separator.as_ref())?;
             if separator == Some("") {
@@ -131,45 +137,40 @@ pub(super) fn call(run: &mut Evaluator<'_>, text: &str, method: &str, arguments:
         }
         "expandtabs" => {
             let [size] = arguments.of(method, ["tabsize"])?;
-            let size = count(int_or(method, size.as_ref(), 8)?);
+            let size = count(whole_or(method, size.as_ref(), 8)?);
             budget.memory(text.matches('\t').count().saturating_mul(size))?;
             return new(expanded(text, size));
         }
         _ => {}
     }
     let [] = arguments.of(method, [])?;
+    alone(budget, text, method)
+}
+
+/// Calls a method that has no arguments.
+fn alone(budget: &Budget, text: &str, method: &str) -> Run<Value> {
+    let new = |text: String| Value::text(budget, text);
+    let every = |test: fn(char) -> bool| Ok(Value::Bool(!text.is_empty() && text.chars().all(test)));
     match method {
         "upper" => new(text.to_uppercase()),
         "lower" => new(text.to_lowercase()),
-        "casefold" => new(text.to_lowercase().replace('ß', "ss").replace('ς', "σ")),
+        "casefold" => new(letters::casefold(text)),
         "capitalize" => new(letters::capitalize(text)),
         "title" => new(letters::title(text)),
         "swapcase" => new(letters::swapcase(text)),
-        "isalnum" => every(|c| c.is_alphanumeric() && !is_mark(c)),
-        "isalpha" => every(|c| c.is_alphabetic() && !is_mark(c)),
-        "isdecimal" | "isdigit" => every(|c| c.is_numeric() && is_digit(c)),
-        "isnumeric" => every(char::is_numeric),
+        "isalnum" => every(characters::is_alphanumeric),
+        "isalpha" => every(characters::is_letter),
+        "isdecimal" => every(characters::is_decimal),
+        "isdigit" => every(characters::is_digit),
+        "isnumeric" => every(characters::is_numeric),
         "isspace" => every(is_space),
         "isascii" => Ok(text.is_ascii().into()),
-        "isprintable" => Ok(text.chars().all(|c| c == ' ' || print::is_printable(c)).into()),
-        "islower" => Ok(letters::has_only(text, char::is_lowercase, char::is_uppercase).into()),
-        "isupper" => Ok(letters::has_only(text, char::is_uppercase, char::is_lowercase).into()),
+        "isprintable" => Ok(text.chars().all(|c| c == ' ' || characters::is_printable(c)).into()),
+        "islower" => Ok(letters::is_lower(text).into()),
+        "isupper" => Ok(letters::is_upper(text).into()),
         "istitle" => Ok(letters::is_title(text).into()),
         other => fail(format!("'str object' has no attribute '{other}'")),
     }
-}
-
-/// Returns true if a character is a decimal digit of a script whose digits Rust knows: ASCII, Arabic,
-/// Devanagari and full width.
-fn is_digit(c: char) -> bool {
-    c.is_ascii_digit()
-        || matches!(c, '\u{660}'..='\u{669}' | '\u{6F0}'..='\u{6F9}' | '\u{966}'..='\u{96F}' | '\u{FF10}'..='\u{FF19}')
-}
-
-/// Returns true if a character that Rust counts as alphabetic is a mark or a number, which Python does not
-/// count.
-fn is_mark(c: char) -> bool {
-    matches!(c, '\u{300}'..='\u{36F}' | '\u{2160}'..='\u{2188}' | '\u{24B6}'..='\u{24E9}')
 }
 
 fn optional_text<'a>(what: &str, value: Option<&'a Value>) -> Run<Option<&'a str>> {
@@ -211,7 +212,7 @@ fn expanded(text: &str, size: usize) -> String {
 
 fn filled(run: &Evaluator<'_>, text: &str, method: &str, arguments: Arguments) -> Run<Value> {
     let [width, with] = arguments.of(method, ["width", "fillchar"])?;
-    let width = count(int_or(method, Some(&needed(method, "width", width)?), 0)?);
+    let width = count(whole_or(method, Some(&needed(method, "width", width)?), 0)?);
     let with = optional_text(method, with.as_ref())?.unwrap_or(if method == "zfill" { "0" } else { " " });
     let mut chars = with.chars();
     let (Some(with), None) = (chars.next(), chars.next()) else {

@@ -1,10 +1,13 @@
 //! The values of templates: Python's, as far as templates see them.
 
 use std::cell::{Cell, RefCell};
+use std::cmp::Ordering;
 use std::rc::Rc;
 
+use super::arithmetic;
 use super::budget::{Budget, MAX_LEVELS, too_deep};
 use super::fault::{Run, fail};
+use super::iterables::{Shown, Stream, View};
 
 /// A value. Cloning shares texts and containers.
 #[derive(Debug, Clone)]
@@ -19,15 +22,22 @@ pub(super) enum Value {
     List(Rc<Items>),
     Tuple(Rc<Items>),
     Dict(Rc<Dict>),
-    /// Python's `range(start, stop, step)`, as its first element, its length and its step.
+    /// A text that is marked as safe in HTML, by the filters `safe` and `escape`.
+    Safe(Rc<str>),
+    /// Python's `range(start, stop, step)`, with its length.
     Range {
         start: i128,
-        len: usize,
+        stop: i128,
         step: i128,
+        len: usize,
     },
     /// A namespace, by its number in the evaluator.
     Namespace(usize),
     Loop(Rc<LoopState>),
+    /// A view of a dictionary.
+    View(Rc<View>),
+    /// A generator of Python.
+    Stream(Rc<Stream>),
     Function(Rc<Function>),
 }
 
@@ -68,8 +78,8 @@ pub(super) enum Function {
     Global(&'static str),
     /// A method of a value.
     Method(Value, Rc<str>),
-    /// A macro, by its number in the evaluator.
-    Macro(usize),
+    /// A macro, with its name unless it is a `caller`, and its number in the evaluator.
+    Macro(Option<Rc<str>>, usize),
     /// A cycler, with its values and its position.
     Cycler(Vec<Value>, Cell<usize>),
     /// A joiner, with its separator and whether it was called.
@@ -145,10 +155,12 @@ impl Value {
             Self::List(items) | Self::Tuple(items) => items.depth,
             Self::Dict(dict) => dict.depth,
             Self::Loop(state) => state.levels,
+            Self::View(view) => 1 + view.dict.depth,
+            Self::Stream(stream) => stream.levels,
             Self::Function(function) => match &**function {
                 Function::Method(value, _) | Function::Joiner(value, _) => 1 + value.depth(),
                 Function::Cycler(items, _) => 1 + deepest(items),
-                Function::Global(_) | Function::Macro(_) => 0,
+                Function::Global(_) | Function::Macro(..) => 0,
             },
             _ => 0,
         }
@@ -161,12 +173,13 @@ impl Value {
             Self::Bool(truth) => *truth,
             Self::Int(number) => *number != 0,
             Self::Float(number) => *number != 0.0,
-            Self::Text(text) => !text.is_empty(),
+            Self::Text(text) | Self::Safe(text) => !text.is_empty(),
             Self::List(items) | Self::Tuple(items) => !items.items.is_empty(),
             Self::Dict(dict) => !dict.entries.is_empty(),
             Self::Range { len, .. } => *len > 0,
             Self::Loop(state) => !state.items.is_empty(),
-            Self::Namespace(_) | Self::Function(_) => true,
+            Self::View(view) => !view.dict.entries.is_empty(),
+            Self::Namespace(_) | Self::Function(_) | Self::Stream(_) => true,
         }
     }
 
@@ -183,12 +196,15 @@ impl Value {
             Self::Int(_) => "int",
             Self::Float(_) => "float",
             Self::Text(_) => "str",
+            Self::Safe(_) => "Markup",
             Self::List(_) => "list",
             Self::Tuple(_) => "tuple",
             Self::Dict(_) => "dict",
             Self::Range { .. } => "range",
             Self::Namespace(_) => "Namespace",
             Self::Loop(_) => "LoopContext",
+            Self::View(view) => view.kind(),
+            Self::Stream(_) => "generator",
             Self::Function(_) => "function",
         }
     }
@@ -196,7 +212,7 @@ impl Value {
     /// Returns the text, if the value is one.
     pub(super) fn as_text(&self) -> Option<&str> {
         match self {
-            Self::Text(text) => Some(text),
+            Self::Text(text) | Self::Safe(text) => Some(text),
             _ => None,
         }
     }
@@ -222,18 +238,19 @@ impl Value {
     pub(super) fn len(&self) -> Option<usize> {
         Some(match self {
             Self::Undefined(_) => 0,
-            Self::Text(text) => text.chars().count(),
+            Self::Text(text) | Self::Safe(text) => text.chars().count(),
             Self::List(items) | Self::Tuple(items) => items.items.len(),
             Self::Dict(dict) => dict.entries.len(),
             Self::Range { len, .. } => *len,
             Self::Loop(state) => state.items.len(),
+            Self::View(view) => view.dict.entries.len(),
             _ => return None,
         })
     }
 
     /// Returns the [length](Self::len), and takes the steps to count a text's characters.
     pub(super) fn counted_len(&self, budget: &Budget) -> Run<Option<usize>> {
-        if let Self::Text(text) = self {
+        if let Some(text) = self.as_text() {
             budget.scanned(text)?;
         }
         Ok(self.len())
@@ -242,11 +259,14 @@ impl Value {
     /// Returns true if the value can be iterated over.
     pub(super) fn is_iterable(&self) -> bool {
         // The characters of a text need not be counted for this.
-        matches!(self, Self::Text(_)) || self.len().is_some()
+        matches!(self, Self::Text(_) | Self::Safe(_) | Self::Stream(_)) || self.len().is_some()
     }
 
     /// Returns the elements that an iteration over the value visits, and takes their memory.
     pub(super) fn items(&self, budget: &Budget) -> Run<Vec<Self>> {
+        if let Self::Stream(stream) = self {
+            return Ok(stream.rest());
+        }
         let Some(len) = self.counted_len(budget)? else {
             return fail(format!("'{}' object is not iterable", self.kind()));
         };
@@ -254,11 +274,12 @@ impl Value {
         Ok(match self {
             Self::List(items) | Self::Tuple(items) => items.items.clone(),
             Self::Loop(state) => state.items.clone(),
+            Self::View(view) => view.items(budget)?,
             Self::Dict(dict) => dict.entries.iter().map(|(key, _)| key.clone()).collect(),
-            Self::Range { start, len, step } => {
+            Self::Range { start, len, step, .. } => {
                 (0..*len).map(|i| Self::Int(start + step * i as i128)).collect()
             }
-            Self::Text(text) => {
+            Self::Text(text) | Self::Safe(text) => {
                 budget.memory(len.saturating_mul(32))?;
                 text.chars().map(|c| Self::Text((&*c.encode_utf8(&mut [0; 4])).into())).collect()
             }
@@ -282,7 +303,7 @@ impl Value {
         };
         Ok(match (self, other) {
             (Self::Undefined(_), Self::Undefined(_)) | (Self::None, Self::None) => true,
-            (Self::Text(a), Self::Text(b)) => {
+            (Self::Text(a) | Self::Safe(a), Self::Text(b) | Self::Safe(b)) => {
                 budget.steps(a.len() >> 10)?;
                 a == b
             }
@@ -302,11 +323,10 @@ impl Value {
             (Self::Range { .. }, Self::Range { .. }) => all(&self.items(budget)?, &other.items(budget)?)?,
             (Self::Namespace(a), Self::Namespace(b)) => a == b,
             (Self::Loop(a), Self::Loop(b)) => Rc::ptr_eq(a, b),
+            (Self::View(a), Self::View(b)) => a.equals(b, budget)?,
+            (Self::Stream(a), Self::Stream(b)) => Rc::ptr_eq(a, b),
             (Self::Function(a), Self::Function(b)) => Rc::ptr_eq(a, b),
-            (a, b) => match (a.as_int(), b.as_int()) {
-                (Some(a), Some(b)) => a == b,
-                _ => matches!((a.as_float(), b.as_float()), (Some(a), Some(b)) if a == b),
-            },
+            (a, b) => arithmetic::ordered(a, b) == Some(Ordering::Equal),
         })
     }
 
@@ -315,8 +335,18 @@ impl Value {
         match (self, other) {
             (Self::List(a), Self::List(b)) => Ok(Rc::ptr_eq(a, b)),
             (Self::Dict(a), Self::Dict(b)) => Ok(Rc::ptr_eq(a, b)),
+            (Self::View(a), Self::View(b)) => Ok(Rc::ptr_eq(a, b)),
+            (Self::Undefined(a), Self::Undefined(b)) => Ok(Rc::ptr_eq(a, b)),
             (a, b) if a.kind() != b.kind() => Ok(false),
-            (a, b) => a.equals(b, budget),
+            (Self::Text(a) | Self::Safe(a), Self::Text(b) | Self::Safe(b)) if Rc::ptr_eq(a, b) => Ok(true),
+            (Self::Tuple(a), Self::Tuple(b)) if Rc::ptr_eq(a, b) => Ok(true),
+            (a, b) if !a.equals(b, budget)? => Ok(false),
+            // Python may have one object for equal values, or several.
+            (Self::Text(_) | Self::Safe(_) | Self::Tuple(_) | Self::Float(_) | Self::Range { .. }, _) => {
+                let kind = self.kind();
+                fail(format!("'sameas' is not defined for equal values of the type '{kind}'; use '=='"))
+            }
+            _ => Ok(true),
         }
     }
 }
@@ -336,7 +366,11 @@ impl Items {
 
 impl Dict {
     /// Returns the value of a key.
+    ///
+    /// # Errors
+    /// Fails if no dictionary can have the key.
     pub(super) fn get(&self, key: &Value, budget: &Budget) -> Run<Option<&Value>> {
+        check_key(key)?;
         for (known, value) in &self.entries {
             if known.equals(key, budget)? {
                 return Ok(Some(value));
@@ -370,9 +404,12 @@ impl Dict {
 }
 
 /// Checks that a value can be a key, as Python's `hash` does.
-fn check_key(key: &Value) -> Run<()> {
+pub(super) fn check_key(key: &Value) -> Run<()> {
     match key {
         Value::List(_) | Value::Dict(_) => fail(format!("unhashable type: '{}'", key.kind())),
+        Value::View(view) if view.shown != Shown::Values => {
+            fail(format!("unhashable type: '{}'", key.kind()))
+        }
         Value::Tuple(items) => items.items.iter().try_for_each(check_key),
         _ => Ok(()),
     }

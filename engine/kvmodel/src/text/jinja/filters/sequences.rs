@@ -2,8 +2,10 @@
 
 use std::cmp::Ordering;
 
-use super::super::operate::{Operator, binary, compare, sorted};
+use super::super::iterables::Stream;
+use super::super::operate::{self, Operator, binary, compare, sorted};
 use super::super::predicates;
+use super::super::value::check_key;
 use super::{Arguments, Evaluator, Run, Value, apply as apply_filter, count, fail, int_or, needed, text_of};
 
 /// Applies a filter for values with elements.
@@ -16,20 +18,30 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, argument
         },
         "list" => Value::list(budget, value.items(budget)?),
         "first" | "last" => {
-            let items = value.items(budget)?;
-            let item = if name == "first" { items.first() } else { items.last() };
-            Ok(item.cloned().unwrap_or_else(|| none_of(&format!("No {name} item, sequence was empty."))))
+            let item = match (value, name) {
+                (Value::Stream(stream), "first") => stream.next(),
+                (Value::Stream(_), _) => return fail("'generator' object is not reversible"),
+                (value, "first") => value.items(budget)?.into_iter().next(),
+                (value, _) => value.items(budget)?.pop(),
+            };
+            Ok(item.unwrap_or_else(|| none_of(&format!("No {name} item, sequence was empty."))))
         }
-        "reverse" => match value {
-            Value::Text(text) => Value::text(budget, text.chars().rev().collect::<String>()),
-            value => Value::list(budget, value.items(budget)?.into_iter().rev().collect()),
-        },
+        "reverse" => {
+            let items = value.items(budget)?.into_iter().rev();
+            match value {
+                Value::Safe(_) => fail(operate::safe_use("the filter 'reverse'")),
+                Value::Text(text) => Value::text(budget, text.chars().rev().collect::<String>()),
+                // What Python cannot read backwards is a list first.
+                Value::Stream(_) => Value::list(budget, items.collect()),
+                _ => Stream::value(budget, items.collect()),
+            }
+        }
         "items" => match value {
-            Value::Undefined(_) => Value::list(budget, Vec::new()),
+            Value::Undefined(_) => Stream::value(budget, Vec::new()),
             Value::Dict(dict) => {
                 let pair =
                     |(key, value): &(Value, Value)| Value::tuple(budget, vec![key.clone(), value.clone()]);
-                Value::list(budget, dict.entries.iter().map(pair).collect::<Run<_>>()?)
+                Stream::value(budget, dict.entries.iter().map(pair).collect::<Run<_>>()?)
             }
             _ => fail("Can only get item pairs from a mapping."),
         },
@@ -51,24 +63,36 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, argument
         }
         "batch" => {
             let [width, with] = arguments.of("batch", ["linecount", "fill_with"])?;
-            let width = count(int_or("batch", Some(&needed("batch", "linecount", width)?), 1)?).max(1);
+            let width = int_or("batch", Some(&needed("batch", "linecount", width)?), 1)?;
+            let items = value.items(budget)?;
             let mut rows = Vec::new();
-            for row in value.items(budget)?.chunks(width) {
+            // Jinja2 ends a row when it has as many elements as asked for: never, if that is none.
+            if width == 0 && !items.is_empty() {
+                rows.push(Value::list(budget, Vec::new())?);
+            }
+            let width = if width > 0 { count(width) } else { usize::MAX };
+            for row in items.chunks(width) {
                 let mut row = row.to_vec();
-                if let Some(with) = with.as_ref().filter(|with| !matches!(with, Value::None)) {
+                if let Some(with) = with.as_ref().filter(|with| !matches!(with, Value::None))
+                    && width < usize::MAX
+                {
                     budget.memory(width.saturating_mul(size_of::<Value>()))?;
                     row.resize(width, with.clone());
                 }
                 rows.push(Value::list(budget, row)?);
             }
-            Value::list(budget, rows)
+            Stream::value(budget, rows)
         }
         _ => {
             let [slices, with] = arguments.of("slice", ["slices", "fill_with"])?;
-            let slices = count(int_or("slice", Some(&needed("slice", "slices", slices)?), 1)?).max(1);
+            let slices = int_or("slice", Some(&needed("slice", "slices", slices)?), 1)?;
+            if slices == 0 {
+                return fail("integer division or modulo by zero");
+            }
+            let slices = count(slices);
             budget.memory(slices.saturating_mul(64))?;
             let items = value.items(budget)?;
-            let (each, more) = (items.len() / slices, items.len() % slices);
+            let (each, more) = (items.len() / slices.max(1), items.len() % slices.max(1));
             let (mut rows, mut at) = (Vec::new(), 0);
             for i in 0..slices {
                 let len = each + usize::from(i < more);
@@ -79,7 +103,7 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, argument
                 }
                 rows.push(Value::list(budget, row)?);
             }
-            Value::list(budget, rows)
+            Stream::value(budget, rows)
         }
     }
 }
@@ -91,22 +115,32 @@ fn ordering(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments
         "sort" => {
             let [reverse, cases, attribute] =
                 arguments.of("sort", ["reverse", "case_sensitive", "attribute"])?;
+            let reverse = is_true(reverse);
             let keys = Keys::new(attribute, cases);
             let items = value.items(budget)?;
-            ordered(run, items, &keys, is_true(reverse))
+            let keyed = keyed(run, items, reverse, |item| {
+                // Jinja2 compares lists of keys, in which missing ones are equal.
+                Value::tuple(budget, vec![keys.of(run, item)?])
+            })?;
+            ordered(run, keyed, reverse)
         }
         "dictsort" => {
             let [cases, by, reverse] = arguments.of("dictsort", ["case_sensitive", "by", "reverse"])?;
+            let reverse = is_true(reverse);
             let by = match by.as_ref().map_or(Some("key"), Value::as_text) {
                 Some("key") => 0,
                 Some("value") => 1,
                 _ => return fail("You can only sort by either \"key\" or \"value\""),
             };
             let keys = Keys::new(Some(Value::Int(by)), cases);
+            let Value::Dict(_) = operate::defined(value)? else {
+                return fail(format!("'{}' object has no attribute 'items'", value.kind()));
+            };
             let pairs =
                 run.pairs(value)?.into_iter().map(|(key, value)| Value::tuple(budget, vec![key, value]));
-            let pairs = pairs.collect::<Run<_>>()?;
-            ordered(run, pairs, &keys, is_true(reverse))
+            let pairs = pairs.collect::<Run<Vec<_>>>()?;
+            let keyed = keyed(run, pairs, reverse, |pair| keys.of(run, pair))?;
+            ordered(run, keyed, reverse)
         }
         "unique" => {
             let [cases, attribute] = arguments.of("unique", ["case_sensitive", "attribute"])?;
@@ -114,6 +148,7 @@ fn ordering(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments
             let (mut seen, mut kept): (Vec<Value>, Vec<Value>) = (Vec::new(), Vec::new());
             'items: for item in value.items(budget)? {
                 let key = keys.of(run, &item)?;
+                check_key(&key)?;
                 for old in &seen {
                     if old.equals(&key, budget)? {
                         continue 'items;
@@ -122,7 +157,7 @@ fn ordering(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments
                 seen.push(key);
                 kept.push(item);
             }
-            Value::list(budget, kept)
+            Stream::value(budget, kept)
         }
         "min" | "max" => {
             let [cases, attribute] = arguments.of(name, ["case_sensitive", "attribute"])?;
@@ -141,8 +176,11 @@ fn ordering(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments
         }
         "sum" => {
             let [attribute, start] = arguments.of("sum", ["attribute", "start"])?;
-            let keys = Keys { attribute, fold: false };
+            let keys = Keys { fold: false, ..Keys::new(attribute, None) };
             let mut sum = start.unwrap_or(Value::Int(0));
+            if matches!(sum, Value::Text(_)) {
+                return fail("sum() can't sum strings [use the filter 'join' instead]");
+            }
             for item in value.items(budget)? {
                 sum = binary(budget, Operator::Add, &sum, &keys.of(run, &item)?)?;
             }
@@ -209,12 +247,22 @@ fn attribute(run: &Evaluator<'_>, item: &Value, name: &Value) -> Run<Value> {
     Ok(value)
 }
 
-fn ordered(run: &Evaluator<'_>, mut items: Vec<Value>, keys: &Keys, reverse: bool) -> Run<Value> {
+/// Returns the elements with their keys.
+fn keyed(
+    run: &Evaluator<'_>,
+    mut items: Vec<Value>,
+    reverse: bool,
+    key: impl Fn(&Value) -> Run<Value>,
+) -> Run<Vec<(Value, Value)>> {
     // Sorting in reverse keeps the order of equal elements, as in Python.
     if reverse {
         items.reverse();
     }
-    let keyed = items.into_iter().map(|item| Ok((keys.of(run, &item)?, item))).collect::<Run<Vec<_>>>()?;
+    run.budget.steps(items.len())?;
+    items.into_iter().map(|item| Ok((key(&item)?, item))).collect()
+}
+
+fn ordered(run: &Evaluator<'_>, keyed: Vec<(Value, Value)>, reverse: bool) -> Run<Value> {
     let mut items = sorted(run.budget, keyed)?;
     if reverse {
         items.reverse();
@@ -267,14 +315,17 @@ fn joined(run: &Evaluator<'_>, value: &Value, separator: Option<Value>, by: Opti
 
 fn map(run: &mut Evaluator<'_>, value: &Value, arguments: Arguments) -> Run<Value> {
     let Arguments { mut positional, mut named } = arguments;
-    let items = value.items(run.budget)?;
+    let items = if value.is_true() { value.items(run.budget)? } else { Vec::new() };
     let mut out = Vec::with_capacity(items.len());
     if positional.is_empty() {
         let Some(at) = named.iter().position(|(name, _)| name == "attribute") else {
             return fail("map requires a filter argument");
         };
         let name = named.remove(at).1;
-        let default = named.into_iter().find(|(name, _)| name == "default").map(|(_, value)| value);
+        if let Some((name, _)) = named.iter().find(|(name, _)| name != "default") {
+            return fail(format!("Unexpected keyword argument '{name}'"));
+        }
+        let default = named.pop().map(|(_, value)| value);
         for item in &items {
             let found = attribute(run, item, &name)?;
             out.push(default.clone().filter(|_| found.is_undefined()).unwrap_or(found));
@@ -287,7 +338,7 @@ fn map(run: &mut Evaluator<'_>, value: &Value, arguments: Arguments) -> Run<Valu
             out.push(apply_filter(run, filter, item, arguments)?);
         }
     }
-    Value::list(run.budget, out)
+    Stream::value(run.budget, out)
 }
 
 fn select(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) -> Run<Value> {
@@ -297,7 +348,8 @@ fn select(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) 
     let rest: Vec<Value> = arguments.collect();
     let wanted = name.starts_with("select");
     let mut kept = Vec::new();
-    for item in value.items(run.budget)? {
+    let items = if value.is_true() { value.items(run.budget)? } else { Vec::new() };
+    for item in items {
         run.budget.steps(1)?;
         let tested = match &by {
             Some(name) => attribute(run, &item, name)?,
@@ -309,5 +361,5 @@ fn select(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) 
         };
         kept.extend((holds == wanted).then_some(item));
     }
-    Value::list(run.budget, kept)
+    Stream::value(run.budget, kept)
 }

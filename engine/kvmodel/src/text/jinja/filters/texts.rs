@@ -1,9 +1,9 @@
 //! Filters for texts. A value that is no text is written as Python's `str` writes it.
 
-use super::super::format;
 use super::super::letters::{self, Fill};
 use super::super::text_methods::replaced;
-use super::{Arguments, Evaluator, Run, Value, count, fail, int_or, json, needed};
+use super::super::{characters, format, operate};
+use super::{Arguments, Evaluator, Run, Value, count, fail, int_or, json, needed, text_of};
 
 /// Applies a filter for texts.
 pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) -> Run<Value> {
@@ -13,7 +13,16 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
     }
     let text = run.printer().text(value)?.into_owned();
     budget.memory(text.len())?;
-    let new = |text: String| Value::text(budget, text);
+    let safe = matches!(value, Value::Safe(_));
+    // Filters that call a method of the text keep its mark.
+    let new = |text: String| match name {
+        "safe" | "e" | "escape" | "forceescape" => marked(run, text),
+        "capitalize" | "center" | "lower" | "string" | "trim" | "upper" if safe => marked(run, text),
+        _ => Value::text(budget, text),
+    };
+    if safe && ["format", "indent", "truncate"].contains(&name) {
+        return fail(operate::safe_use(&format!("the filter '{name}'")));
+    }
     match name {
         "format" => {
             let Arguments { positional, named } = arguments;
@@ -36,7 +45,10 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
         }
         "trim" => {
             let [chars] = arguments.of("trim", ["chars"])?;
-            let chars = chars.as_ref().and_then(Value::as_text);
+            let chars = match &chars {
+                None | Some(Value::None) => None,
+                Some(chars) => Some(text_of("trim", chars)?),
+            };
             new(letters::strip(&text, chars, true, true).to_owned())
         }
         "center" => {
@@ -45,8 +57,11 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
             budget.memory(width)?;
             new(letters::fill(&text, width, ' ', Fill::Both { odd: true }))
         }
-        "indent" => indented(run, text, arguments),
-        "truncate" => truncated(run, text, arguments),
+        "indent" => {
+            text_of("indent", value)?;
+            indented(run, text, arguments)
+        }
+        "truncate" => truncated(run, value, &text, arguments),
         "urlencode" => {
             budget.memory(3 * text.len())?;
             let pair = |(key, value): &(Value, Value)| -> Run<String> {
@@ -54,7 +69,7 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
                 Ok(format!("{}={}", part(key)?, part(value)?))
             };
             match value {
-                Value::Dict(_) | Value::List(_) | Value::Tuple(_) => {
+                _ if value.as_text().is_none() && value.is_iterable() => {
                     let pairs = run.pairs(value)?;
                     new(pairs.iter().map(pair).collect::<Run<Vec<_>>>()?.join("&"))
                 }
@@ -70,11 +85,18 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
                 "capitalize" => new(letters::capitalize(&text)),
                 "title" => new(titled(&text)),
                 "wordcount" => Ok(words(&text).into()),
+                "e" | "escape" if safe => new(text),
                 "e" | "escape" | "forceescape" => new(letters::escape(&text)),
                 other => fail(format!("No filter named '{other}'.")),
             }
         }
     }
+}
+
+/// Creates a text that is marked as safe, and takes its memory.
+fn marked(run: &Evaluator<'_>, text: String) -> Run<Value> {
+    run.budget.memory(text.len() + 32)?;
+    Ok(Value::Safe(text.into()))
 }
 
 /// Indents the lines behind the first one.
@@ -105,13 +127,23 @@ fn indented(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Valu
 }
 
 /// Cuts a text that is longer than a length, behind a word if it can.
-fn truncated(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Value> {
+fn truncated(run: &Evaluator<'_>, value: &Value, text: &str, arguments: Arguments) -> Run<Value> {
     let [length, kill, end, leeway] = arguments.of("truncate", ["length", "killwords", "end", "leeway"])?;
-    let length = count(int_or("truncate", length.as_ref(), 255)?);
-    let leeway = count(int_or("truncate", leeway.as_ref(), 5)?);
+    let (length, leeway) =
+        (int_or("truncate", length.as_ref(), 255)?, int_or("truncate", leeway.as_ref(), 5)?);
     let end = end.as_ref().and_then(Value::as_text).unwrap_or("...");
-    if text.chars().count() <= length.saturating_add(leeway) {
-        return Value::text(run.budget, text);
+    let least = end.chars().count() as i128;
+    if length < least || leeway < 0 {
+        return fail(format!("truncate: a length of at least {least} is needed, and a leeway of at least 0"));
+    }
+    let (length, leeway) = (count(length), count(leeway));
+    // Jinja2 returns any value that is short enough as it is.
+    match value.counted_len(run.budget)? {
+        Some(len) if len <= length.saturating_add(leeway) => return Ok(value.clone()),
+        Some(_) => {
+            text_of("truncate", value)?;
+        }
+        None => return fail(format!("object of type '{}' has no len()", value.kind())),
     }
     let cut: String = text.chars().take(length.saturating_sub(end.chars().count())).collect();
     let cut = if kill.is_some_and(|kill| kill.is_true()) {
@@ -125,19 +157,20 @@ fn truncated(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Val
 /// Writes words as Jinja2's filter `title` does: words begin at white space, hyphens and opening brackets.
 fn titled(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
-    let mut begins = true;
-    for c in text.chars() {
-        if begins {
-            out.extend(c.to_uppercase());
-        } else {
-            out.extend(c.to_lowercase());
+    let ends = |c: char| letters::is_space(c) || matches!(c, '-' | '(' | '{' | '[' | '<');
+    for word in text.split_inclusive(ends) {
+        let mut chars = word.chars();
+        if let Some(first) = chars.next() {
+            out.extend(first.to_uppercase());
+            out.push_str(&chars.as_str().to_lowercase());
         }
-        begins = letters::is_space(c) || matches!(c, '-' | '(' | '{' | '[' | '<');
     }
     out
 }
 
 /// Returns the number of runs of letters, digits and underscores.
 fn words(text: &str) -> usize {
-    text.split(|c: char| !(c.is_alphanumeric() || c == '_')).filter(|word| !word.is_empty()).count()
+    text.split(|c: char| !(characters::is_alphanumeric(c) || c == '_'))
+        .filter(|word| !word.is_empty())
+        .count()
 }

@@ -1,13 +1,19 @@
-//! Rewrites the tag `generation` of chat templates, which marks the model's own words in training data.
+//! Rewrites the tags of chat templates into tags that minijinja's parser reads. Line numbers stay the same.
 //!
-//! When a template is rendered, the block is just a scope, as in transformers if no mask of the model's
-//! tokens is requested. The template engine has no custom tags, so the source is rewritten: the tag names
-//! become `with` and `endwith`, and line numbers stay the same.
+//! The tag `generation` marks the model's own words in training data. When a template is rendered, the block
+//! is just a scope, as in transformers if no mask of the model's tokens is requested. The template engine has
+//! no custom tags, so the tag names become `with` and `endwith`. Strings get the escapes of [`literals`].
+
+use super::fault::Run;
+use super::literals;
 
 // Decision: docs/decisions/models.md#a-generation-block-becomes-a-scope
 /// Returns a template's source with `with` and `endwith` in place of the tags `generation` and
-/// `endgeneration`.
-pub(super) fn as_scopes(source: &str) -> String {
+/// `endgeneration`, and with strings as minijinja reads them.
+///
+/// # Errors
+/// Returns a fault if a string has an escape that Python does not know, or a character's name.
+pub(super) fn rewritten(source: &str) -> Run<String> {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     let mut raw = false;
@@ -37,12 +43,16 @@ pub(super) fn as_scopes(source: &str) -> String {
         match word {
             "generation" => out.push_str(&tag.replacen("generation", "with", 1)),
             "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endwith", 1)),
+            _ if tag.len() > 2 && !tag.starts_with("{#") => {
+                let line = |out: &str| u16::try_from(1 + out.matches('\n').count()).unwrap_or(u16::MAX);
+                literals::push_tag(&mut out, tag).map_err(|fault| fault.at(line(&out)))?;
+            }
             _ => out.push_str(tag),
         }
         rest = after;
     }
     out.push_str(rest);
-    out
+    Ok(out)
 }
 
 /// Returns the length of the tag or expression at the start of `text`. A closing mark inside quotes does not
@@ -92,10 +102,16 @@ mod tests {
         "{% raw %}{{ ' {% generation %}{% endraw %}{% generation %}",
         "{% raw %}{{ ' {% generation %}{% endraw %}{% with %}"
     )]
+    #[case(
+        r#"{{ "\"{% generation %}" ~ 'a\x41\d' }}\x41{# '\x41' #}"#,
+        r#"{{ "\"{% generation %}" ~ 'aA\\d' }}\x41{# '\x41' #}"#
+    )]
+    #[case("{{ 'a\\\nb' }}", "{{ 'ab'\n }}")]
+    #[case("{% raw %}{{ '\\x41' }}{% endraw %}", "{% raw %}{{ '\\x41' }}{% endraw %}")]
     #[case("{ é {{ 1", "{ é {{ 1")]
     #[case("{% generation", "{% generation")]
     #[case("{", "{")]
     fn only_the_tags_change(#[case] source: &str, #[case] expected: &str) {
-        assert_eq!(as_scopes(source), expected);
+        assert_eq!(rewritten(source).unwrap(), expected);
     }
 }
