@@ -25,7 +25,7 @@ const CRATES: [(&str, &str); 5] = [
 // Decision: docs/decisions/crates.md#kvcore-has-a-size-limit
 /// The maximum number of lines of code in `kvcore/src` outside of [`QUEUE`]. Comments, blank lines and the
 /// tests at the end of files do not count.
-const MOST_LINES: usize = 8_810;
+const MOST_LINES: usize = 8_920;
 
 /// The folder of the bookkeeping that backends share. Engines never call it.
 const QUEUE: &str = "kvcore/src/device/queue/";

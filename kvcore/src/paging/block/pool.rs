@@ -535,7 +535,9 @@ impl SharedPool {
     /// Allocates a block that waits for others, if possible the last one of its chain that is not held.
     fn take_waiting(shards: &mut [LockedShard<'_>], home: usize, moment: &Moment<'_>) -> Option<BlockId> {
         let mut before = HashSet::new();
-        shards.iter().for_each(|shard| shard.before_waiting(&mut before));
+        for shard in shards.iter() {
+            shard.before_waiting(&mut before);
+        }
         // Wrong keys can make a chain follow itself.
         [before, HashSet::new()].iter().find_map(|before| {
             let (later, first) = shards.split_at_mut(home);
