@@ -127,6 +127,7 @@ class Engine(SchedulerInterface):
         positions: int = 512,
         windows: Sequence[int | None] = FULL,
         path: str = "small",
+        unheard_of: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         model, groups = model_of(windows)
@@ -139,6 +140,9 @@ class Engine(SchedulerInterface):
             "num_blocks": blocks,
             "path": path,
         }
+        if unheard_of is not None:
+            # The model's configuration, from which no rotary embeddings can be read.
+            described["model"] = {"vocab_size": VOCAB, **unheard_of}
         config, caches = configs(described, 1)
         config.lora_config = lora
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=has_events)
