@@ -132,24 +132,26 @@ class PressureChecks(Checks):
         host = self.host(prefix_memory="8MiB")
         engine = host.llm.llm_engine
         core, weights = engine.engine_core.engine_core, get_kv_transfer_group()._worker.recomputer.runner.model
-        fault = refused = None
-        resets = 0
+        fault = None
+        refused = 0
         for steps in range(1, 8):
             outs, modes = {}, {}
             for mode in ("alone", "plain"):
                 modes[self.add(host, *self.case.prompt([0, 1], mode, count=12))] = mode
             for _ in range(steps):
                 outs |= self.step(host)
-            before = {name: self.told(host, name) for name in modes}
-            try:
-                core.pause_scheduler(mode="keep", clear_cache=True)
-            except RuntimeError as error:
-                # vLLM itself refuses while rows are being copied in.
-                refused = refused or (None if "remote KV transfer" in str(error) else str(error))
+            while True:
+                before = {name: self.told(host, name) for name in modes}
+                try:
+                    core.pause_scheduler(mode="keep", clear_cache=True)
+                    break
+                except RuntimeError as error:
+                    # While rows are being copied in, vLLM itself refuses, however often it is asked without a step.
+                    if "remote KV transfer" not in str(error) or refused > 50:
+                        raise
+                    refused += 1
                 core.resume_scheduler()
-                engine.abort_request(list(modes))
-                continue
-            resets += 1
+                outs |= self.step(host)
             for parameter in weights.parameters():
                 if parameter.dim() == 1:
                     parameter.data.mul_(1.25)
@@ -165,7 +167,7 @@ class PressureChecks(Checks):
                 (fresh,) = self.generate(host, (prompt, sampling))
                 right = [*old, *fresh.outputs[0].token_ids]
                 fault = fault or (None if got == right else f"{modes[name]} after {steps} steps: {got} instead of {right}")
-        self.say("a reset succeeds while requests run", refused or (None if resets >= 2 else f"{resets} of 7 did"))
+        self.say(f"seven pauses succeed, after {refused} that vLLM refused", None if refused > 0 else "none met a copy under way")
         self.say("answers go on with the new weights", fault)
         self.say("nothing stays held", host.nothing_held())
         host.close()
@@ -206,7 +208,7 @@ class PressureChecks(Checks):
             return [one.value for name in names for one in host.llm.get_metrics() if one.name == name]
 
         before = gauges()
-        host.llm.reset_prefix_cache(reset_connector=True)
+        self.say("vLLM says that it has reset its caches", None if host.llm.reset_prefix_cache(reset_connector=True) else "it does not")
         steps = 0
         # As vLLM's loop does.
         while host.scheduler.has_requests() and steps < 5:

@@ -27,7 +27,7 @@ pub(crate) struct PythonArgs {
 /// One part of the checks inside vLLM.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum VllmPart {
-    /// Chunks, with five kinds of small models, and on two ranks.
+    /// Chunks, with six kinds of small models, and on two ranks.
     Connector,
     /// The tier for ordinary prompts, with small models, and on two ranks.
     Prefix,

@@ -127,6 +127,7 @@ class Engine(SchedulerInterface):
         positions: int = 512,
         windows: Sequence[int | None] = FULL,
         path: str = "small",
+        unheard_of: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         model, groups = model_of(windows)
@@ -139,6 +140,9 @@ class Engine(SchedulerInterface):
             "num_blocks": blocks,
             "path": path,
         }
+        if unheard_of is not None:
+            # The model's configuration, from which no rotary embeddings can be read.
+            described["model"] = {"vocab_size": VOCAB, **unheard_of}
         config, caches = configs(described, 1)
         config.lora_config = lora
         config.kv_events_config = SimpleNamespace(enable_kv_cache_events=has_events)
@@ -170,6 +174,7 @@ class Engine(SchedulerInterface):
         self.ran: set[str] = set()
         """The requests that have run, or whose rows have been ordered."""
         self.steps = self.encodes = self.preemptions = 0
+        self.is_paused = False
         self.external: dict[str, int] = {}
         """The number of tokens of ordinary prompts that are being copied in for each request."""
         self.voided: set[str] = set()
@@ -260,7 +265,7 @@ class Engine(SchedulerInterface):
 
     def has_requests(self) -> bool:
         """Returns whether vLLM runs another step."""
-        return bool(self.requests) or self.connector.has_pending_push_work()
+        return bool(self.requests) and not self.is_paused or self.connector.has_pending_push_work()
 
     def reset(self, *, running: bool = True, new_weights: bool = False) -> bool:
         """Resets the caches as ``reset_prefix_cache(reset_running_requests=running, reset_connector=True)`` does: if a
@@ -274,6 +279,20 @@ class Engine(SchedulerInterface):
         self.weights += new_weights
         self.voided |= self.receiving
         return self.connector.reset_cache() is not False and own
+
+    def pause(self, mode: str) -> None:
+        """Pauses and resets the caches, as ``/pause`` does, and ``/sleep`` before it frees memory: ``abort`` aborts all
+        requests and runs steps until copies have ended, and ``keep`` runs no step. Raises ``RuntimeError`` if vLLM could
+        not reset its cache, and is paused all the same."""
+        if mode == "abort":
+            self.abort(*self.requests)
+            self.run(50)
+        self.is_paused = True
+        if not self.reset():
+            raise RuntimeError("Failed to reset the KV connector cache.")
+
+    def resume(self) -> None:
+        self.is_paused = False
 
     # A step.
 
@@ -336,7 +355,7 @@ class Engine(SchedulerInterface):
                 self.finished_recving_kv_req_ids.add(name)
 
     def _schedule(self) -> tuple[dict[str, int], bool]:
-        budget, scheduled, preempted, has_sync = self.step_tokens, {}, False, False
+        budget, scheduled, preempted, has_sync = 0 if self.is_paused else self.step_tokens, {}, False, False
         at = 0
         while at < len(self.running) and budget > 0:
             request = self.running[at]

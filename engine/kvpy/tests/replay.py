@@ -66,7 +66,9 @@ class Runner(GPUModelRunner):
 def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     """Returns the parts of vLLM's configuration, and of its caches', that the connector reads."""
     text, layers = config["model"], in_order([group["layers"] for group in config["groups"]])
-    settings = SimpleNamespace(to_json_string=lambda: json.dumps(text), to_dict=lambda: text, vocab_size=text["vocab_size"])
+    settings = SimpleNamespace(to_json_string=lambda: json.dumps(text), to_dict=lambda: text)
+    # As attributes, transformers has these numbers for every model. In `to_dict`, GPT-2 and others name them otherwise.
+    settings.vocab_size, settings.num_hidden_layers = text["vocab_size"], text.get("num_hidden_layers", len(layers))
     model = SimpleNamespace(
         hf_text_config=settings,
         hf_config=settings,
@@ -79,7 +81,7 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     layer = SimpleNamespace(isa="vec")
     vllm_config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=config["extra_config"]),
-        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, pipeline_parallel_size=1),
         device_config=SimpleNamespace(device_type="cpu"),
         lora_config=None,
         kv_events_config=None,

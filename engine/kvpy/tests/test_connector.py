@@ -53,6 +53,7 @@ def prefixes_side(monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> ChunkSched
 def plain_request(side: ChunkScheduler, tokens: int) -> Tracked:
     """Returns a new ordinary request."""
     request = Request("plain", list(range(tokens)), SamplingParams(), None)
+    side.host.tables["plain"] = [list(range(1, 1 + tokens // 32))]
     side.on_new_request(request)
     return side.requests["plain"]
 

@@ -133,6 +133,31 @@ def test_nothing_after_a_block_that_a_window_has_passed_is_saved(windows: tuple[
     nothing_held(engine)
 
 
+@pytest.mark.parametrize("windows", [*WINDOWS, (20,)], ids=lambda windows: "-".join(str(window) for window in windows))
+@pytest.mark.parametrize("step_tokens", [20, 256])
+def test_no_prompt_leaves_for_blocks_that_cannot_be_saved(windows: tuple[int | None, ...], step_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine has the long beginning of a prompt, the tier lacks it, and is full of another prompt."""
+    engine, tokens, other = engine_of(monkeypatch, windows, 10, step_tokens=step_tokens), prompt((0, 1, 2)), [7] * (10 * SIZE)
+    engine.ask("first", tokens, count=1)
+    engine.run(50)
+    tier = engine.side.prefixes
+    tier.reset()
+    engine.ask("other", other, count=1)
+    engine.run(50)
+    assert (before := tier.pool.counts())["free"] == 0
+    for name, later in (("second", [*tokens, *TEXTS[3]]), ("third", [*tokens, *TEXTS[3][::-1]])):
+        engine.ask(name, later, count=12)
+        engine.run(50)
+    own = (len(tokens) - 1) // SIZE * SIZE
+    has_passed = any(window is not None and own - window + 1 >= SIZE for window in windows)
+    assert has_passed and tier.pool.counts()["evictions"] == before["evictions"] and tier.pool.counts()["cached"] == 10
+    # The beginning of another prompt, which no window has passed, is saved as ever.
+    engine.ask("fourth", TEXTS[1], count=1)
+    engine.run(50)
+    assert tier.pool.counts()["evictions"] - before["evictions"] == len(TEXTS[1]) // SIZE
+    nothing_held(engine)
+
+
 class Traffic:
     """Random requests under small limits: aborts, preemption, late copies, resets, salts. Either some of them have chunks,
     or copies fail."""

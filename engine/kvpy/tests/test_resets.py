@@ -80,15 +80,9 @@ def test_nothing_from_before_a_reset_is_used_after_it(running: bool, steps: int,
     engine = reset.engine
     reset.reset(running=running)
     # Everything is free at once, also what was held or on its way.
-    counts = engine.side.prefixes.pool.counts()
-    assert counts["free"] == counts["total"] and engine.side.chunks.cache.get_metrics().used_blocks == 0
+    assert is_empty(engine)
     reset.check()
-    for name, (tokens, params) in reset.asked.items():
-        engine.ask(f"{name}-after", tokens, count=3, **(params or {}))
-    engine.run(200)
-    for name, (tokens, params) in reset.asked.items():
-        assert engine.answers[f"{name}-after"][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
-    nothing_held(engine)
+    asked_again(reset)
 
 
 def test_two_resets_in_a_row_and_a_reset_of_nothing_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,6 +111,65 @@ def test_a_reset_that_vllm_refuses_changes_nothing(monkeypatch: pytest.MonkeyPat
             assert engine.answers[name][0] == ROOMY.answer(tokens, 6, context(0, None, {}), params)
         nothing_held(engine)
         refused += 1
+    assert refused > 2
+
+
+def is_empty(engine: Engine) -> bool:
+    """Returns whether the connector has nothing, also on the worker's side."""
+    counts = engine.side.prefixes.pool.counts()
+    return counts["free"] == counts["total"] and engine.side.chunks.cache.get_metrics().used_blocks == 0
+
+
+def asked_again(reset: Reset) -> None:
+    """Checks that new requests find nothing from before the reset."""
+    engine = reset.engine
+    for name, (tokens, params) in reset.asked.items():
+        engine.ask(f"{name}-after", tokens, count=3, **(params or {}))
+    engine.run(200)
+    for name, (tokens, params) in reset.asked.items():
+        assert engine.answers[f"{name}-after"][0] == ROOMY.answer(tokens, 3, context(1, None, {}), params)
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("steps", range(10))
+def test_sleep_resets_the_connector(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM aborts all requests, also those whose rows are on their way, and wakes up with new weights."""
+    reset = Reset(monkeypatch, steps)
+    engine = reset.engine
+    engine.pause("abort")
+    assert is_empty(engine) and not engine.requests and not engine.side.requests
+    engine.weights += 1
+    engine.resume()
+    asked_again(reset)
+
+
+def test_a_pause_that_keeps_requests_succeeds_after_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While rows are copied in, vLLM refuses, and no step ends the copy: only after a step of a resumed vLLM, the pause can
+    succeed. Answers go on with the new weights."""
+    refused = 0
+    for steps in range(10):
+        reset = Reset(monkeypatch, steps)
+        engine = reset.engine
+        if engine.receiving:
+            with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+                engine.pause("keep")
+            engine.run(50)
+            with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+                engine.pause("keep")
+            refused += 1
+        for _ in range(10):
+            try:
+                engine.pause("keep")
+                break
+            except RuntimeError:
+                engine.resume()
+                engine.step()
+        assert is_empty(engine) and engine.is_paused
+        reset.told = {name: list(request.output_token_ids) for name, request in engine.requests.items()}
+        engine.weights += 1
+        engine.resume()
+        reset.check()
+        asked_again(reset)
     assert refused > 2
 
 

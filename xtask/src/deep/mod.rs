@@ -145,7 +145,7 @@ pub(crate) const SLICES: &[Slice] = &[
     },
     Slice {
         name: "vllm",
-        covers: "the connector inside vLLM on the CPU, against transformers, on small models of five kinds",
+        covers: "the connector inside vLLM on the CPU, against transformers, on small models of six kinds",
         command: "cargo xtask python --vllm connector",
         needs: python::NEEDS_VLLM,
     },

@@ -68,19 +68,29 @@ class Chunks:
         self.known = Known()
         self.host, self.shape, self.roots, self.names, self.requests = host, shape, roots, names, requests
         if shape.no_chunks is not None:
-            logger.warning("only the tier for ordinary prompts is used, because keys cannot be moved: %s", shape.no_chunks)
+            logger.warning(
+                "only the tier for ordinary prompts is used, and host_memory is not allocated, because keys cannot be moved: %s",
+                shape.no_chunks,
+            )
         self.max_model_len = vllm_config.model_config.max_model_len
         self.vocab_size = vllm_config.model_config.hf_text_config.vocab_size
         # With a sliding window, a chunk's rows depend on where it ends, so one chunk's piece must not be
         # found in another.
         self.piece_tokens = self.max_model_len if shape.sliding else settings.max_chunk_tokens
+        if shape.sliding and shape.no_chunks is None and settings.max_chunk_tokens != Settings.max_chunk_tokens:
+            logger.warning(
+                "max_chunk_tokens is ignored: in a model with a sliding window, a chunk is one piece; remove the setting, or start "
+                "vLLM with --disable-hybrid-kv-cache-manager if only some layers have a window"
+            )
         self.no_recompute = no_recompute(vllm_config, shape)
+        # A cache of no blocks does not exist. Requests with chunks are refused before they reach this one.
+        blocks = max(1, shape.num_blocks)
         config = ChunkCacheConfig(
-            max_chunks=min(settings.max_chunks, shape.num_blocks),
+            max_chunks=min(settings.max_chunks, blocks),
             max_chunk_tokens=self.piece_tokens,
             cache_policy=settings.cache_policy,
         )
-        self.pieces = Pieces(config, shape.num_blocks, shape.block_size)
+        self.pieces = Pieces(config, blocks, shape.block_size)
         self.new_encodes: list[Request] = []
         self.answered = {"chunk_tokens_reused": 0, "chunk_tokens_computed": 0, "chunk_requests_refused": 0}
         """The sums of what the answers of requests with chunks say."""
@@ -424,6 +434,9 @@ def no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
     can."""
     if shape.sliding:
         return "layers with a sliding window have freed blocks that recomputed tokens would see"
+    if len(shape.groups) > 1:
+        # Layers with the same attention, of which there are too many for one table.
+        return "tokens are recomputed only if all layers share one table of blocks"
     if vllm_config.lora_config is not None:
         return "a host with adapters recomputes tokens without them"
     if vllm_config.device_config.device_type != "cpu":

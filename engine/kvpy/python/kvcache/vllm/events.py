@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
     from .host import Geometry
+
+
+logger = init_logger("vllm.kvcache")
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,17 @@ class TierEvents:
 def tier_events(vllm_config: VllmConfig, host: Any, shape: Geometry) -> TierEvents | None:
     """Returns the events for a host that publishes some; ``None`` for any other host."""
     config, block_size = vllm_config.kv_events_config, shape.engine_block_size
-    # The tier has a key per block of the host, and a router knows the blocks by the host's hashes.
-    has_hashes = getattr(host, "hash_block_size", block_size) == block_size
-    return TierEvents(shape) if config is not None and config.enable_kv_cache_events and has_hashes else None
+    if config is None or not config.enable_kv_cache_events:
+        return None
+    hashed = getattr(host, "hash_block_size", block_size)
+    if hashed != block_size:
+        # The tier has a key per block of the host, and a router knows the blocks by the host's hashes.
+        logger.warning(
+            "the tier publishes no KV events: vLLM hashes blocks of %d tokens (hash_block_size), and its blocks have %d tokens "
+            "(block_size); set --block-size %d if the model allows it",
+            hashed,
+            block_size,
+            hashed,
+        )
+        return None
+    return TierEvents(shape)

@@ -108,6 +108,7 @@ class Geometry:
     groups: tuple[LayerGroup, ...]
     """The groups of layers, in the order of vLLM's tables of blocks."""
     num_blocks: int
+    """The number of host memory blocks for chunks; 0 if there can be none."""
     block_size: int
     num_heads: int
     head_dim: int
@@ -164,14 +165,6 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
     layers, width = sum(len(group.layers) for group in groups), 2 if dtype != "float32" else 4
     row = 2 * layers * spec.num_kv_heads * spec.head_size * width
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    blocks = settings.host_memory // (row * settings.block_size * ranks)
-    if blocks < 1:
-        raise ValueError(
-            f"host_memory of {settings.host_memory} bytes is less than one block, which takes {row * settings.block_size * ranks} bytes"
-        )
-    prefix_block = row * spec.block_size * ranks
-    if 0 < settings.prefix_memory < prefix_block:
-        raise ValueError(f"prefix_memory of {settings.prefix_memory} bytes is less than one block, which takes {prefix_block} bytes")
     try:
         ropes_of(vllm_config.model_config.hf_text_config, vllm_config.model_config.max_model_len)
         no_chunks = None
@@ -179,6 +172,14 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
         if settings.prefix_memory == 0:
             raise
         no_chunks = str(error)
+    blocks = settings.host_memory // (row * settings.block_size * ranks) if no_chunks is None else 0
+    if blocks < 1 and no_chunks is None:
+        raise ValueError(
+            f"host_memory of {settings.host_memory} bytes is less than one block, which takes {row * settings.block_size * ranks} bytes"
+        )
+    prefix_block = row * spec.block_size * ranks
+    if 0 < settings.prefix_memory < prefix_block:
+        raise ValueError(f"prefix_memory of {settings.prefix_memory} bytes is less than one block, which takes {prefix_block} bytes")
     return Geometry(
         groups=groups,
         num_blocks=min(blocks, (1 << 32) - 1),

@@ -163,22 +163,13 @@ class Prefixes:
         request = tracked.request
         if not tracked.is_plain() or tracked.is_stale:
             return []
-        saves = self.new_blocks(tracked, request.num_computed_tokens + count)
-        if not saves:
-            return []
-        tables = self.host.kv_cache_manager.get_block_ids(request.request_id)
-        kept, size = [], self.block_size
-        for number, saving in enumerate(saves):
-            blocks = [table[saving.index] for table in tables]
-            if 0 in blocks:
-                # A window has passed it. Without it, the blocks after it would not be found.
-                for lost in saves[number:]:
-                    self.lost(lost)
-                break
-            rows = ((saving.blocks.ids, 0, size), [([block], 0, size) for block in blocks])
-            saving.order = Save(saving.name, [rows], of_prefix=True)
-            kept.append(saving)
-        return kept
+        saves, size = self.new_blocks(tracked, request.num_computed_tokens + count), self.block_size
+        if saves:
+            tables = self.host.kv_cache_manager.get_block_ids(request.request_id)
+            for saving in saves:
+                sources = [([table[saving.index]], 0, size) for table in tables]
+                saving.order = Save(saving.name, [((saving.blocks.ids, 0, size), sources)], of_prefix=True)
+        return saves
 
     def records(self, saving: BlockSaving) -> list[Record]:
         """Returns a block that is being saved as a record for the disk."""
@@ -197,7 +188,8 @@ class Prefixes:
             self.events.drop(key)
 
     def new_blocks(self, tracked: Tracked, tokens: int) -> list[BlockSaving]:
-        """Reserves memory for the full blocks of a request's first ``tokens`` tokens that the tier lacks.
+        """Reserves memory for the full blocks of a request's first ``tokens`` tokens that the tier lacks, up to the first
+        one that a window has passed: without it, the blocks after it would not be found.
         """
         request, state = tracked.request, self._state(tracked)
         tokens = min(tokens, request.num_tokens)
@@ -207,9 +199,14 @@ class Prefixes:
         # The hold renews the blocks that are known, and keeps them while the ones after them are saved.
         before = self.pool.lookup(keys)
         state.offered = max(state.offered, len(before))
+        passed = self._first_passed(request, len(before), len(keys))
         for index in range(len(before), len(keys)):
             key = keys[index]
             if key not in self.saving:
+                if index >= passed:
+                    # Whatever memory it got would be taken from other prompts in vain.
+                    state.offered = len(keys)
+                    break
                 try:
                     room = self.pool.allocate(1)
                 except KvCacheError:
@@ -226,6 +223,12 @@ class Prefixes:
         if not new:
             before.release()
         return new
+
+    def _first_passed(self, request: Request, first: int, end: int) -> int:
+        """Returns the index of the first of a request's blocks ``first`` to ``end`` that a window has passed; ``end`` if
+        there is none."""
+        tables = self.host.kv_cache_manager.get_block_ids(request.request_id)
+        return next((index for index in range(first, end) if any(table[index] == 0 for table in tables)), end)
 
     def _has_room(self, state: PrefixState) -> bool:
         """Returns false if the pool has room only in the place of the request's own blocks, which would be evicted for

@@ -195,7 +195,7 @@ class PrefixState:
     keys: list[bytes] = field(default_factory=list)
     """The keys of the first full blocks; computed when needed."""
     offered: int = 0
-    """The number of blocks that are in the tier or on their way to it."""
+    """The number of first blocks that are in the tier, are on their way to it, or cannot be saved any more."""
     first_found: int = 0
     """The first token that was found."""
     found: SharedBlocks | None = None

@@ -43,9 +43,9 @@ class ChunkScheduler:
         self.asks = Asks(self.ranks) if settings.disk_path is not None else None
         """The questions to the disks of the ranks."""
         self.chunks = Chunks(vllm_config, shape, settings, roots, self.names, self.host, self.requests, self.asks)
-        has_prefixes = shape.prefix_blocks > 0
-        events = tier_events(vllm_config, self.host, shape)
-        self.prefixes = Prefixes(shape, settings, roots, self.host, events, self.asks) if has_prefixes else NoPrefixes()
+        self.prefixes: NoPrefixes | Prefixes = NoPrefixes()
+        if shape.prefix_blocks > 0:
+            self.prefixes = Prefixes(shape, settings, roots, self.host, tier_events(vllm_config, self.host, shape), self.asks)
 
     def on_new_request(self, request: Request) -> None:
         known = self.requests.get(request.request_id)

@@ -33,6 +33,26 @@ CLOSE = 30.0
 """The number of seconds in which the disk may take its last records."""
 
 
+def check_layers(vllm_config: VllmConfig, cached: int) -> None:
+    """Raises ``UnsupportedHostError`` unless this rank has ``cached`` caches because each layer of the model has one."""
+    # Configurations such as GPT-2's have the number under another name, and this one as an attribute only.
+    expected = vllm_config.model_config.hf_text_config.num_hidden_layers
+    if expected == cached:
+        return
+    modules = vllm_config.compilation_config.static_forward_context.values()
+    shared = sum(getattr(module, "kv_sharing_target_layer_name", None) is not None for module in modules)
+    found = f"this rank has the keys and values of {cached} layers, and the model has {expected} layers"
+    if shared > 0:
+        reason = f"{shared} layers use the keys and values of other layers, which is not supported; use a model without such layers"
+    elif vllm_config.parallel_config.pipeline_parallel_size > 1:
+        reason = "pipelines are not supported; start vLLM with --pipeline-parallel-size 1"
+    elif vllm_config.speculative_config is not None:
+        reason = "draft models are not supported; start vLLM without --speculative-config"
+    else:
+        reason = "use a model in which each layer has keys and values of its own"
+    raise UnsupportedHostError(f"{found}: {reason}")
+
+
 class ChunkWorker:
     """Carries out a rank's orders and reports on them."""
 
@@ -41,15 +61,11 @@ class ChunkWorker:
         own = {name for group in shape.groups for name in group.layers}
         # vLLM creates layers in the model's order.
         self.layers = [name for name in vllm_config.compilation_config.static_forward_context if name in own]
-        expected = vllm_config.model_config.hf_text_config.to_dict()["num_hidden_layers"]
-        if expected != len(self.layers):
-            raise UnsupportedHostError(
-                f"this rank has {len(self.layers)} of the model's {expected} layers; pipelines and draft models are not supported"
-            )
+        check_layers(vllm_config, len(self.layers))
         self.shape = shape
         self.block_size = shape.engine_block_size
         self.arena: Any = None
-        """Chunks."""
+        """Chunks, unless there can be none."""
         self.prefixes: Any = None
         """Blocks of ordinary prompts, as large as the engine's."""
         self.disk: DiskStore | None = None
@@ -57,6 +73,7 @@ class ChunkWorker:
         self.counting = Counting()
         self.step_began = 0.0
         self.recomputer: Any = None
+        """The model that recomputes tokens of chunks."""
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
         self.loading: dict[str, Future[None]] = {}
         self.failed: set[int] = set()
@@ -81,14 +98,15 @@ class ChunkWorker:
                 f"the kernels use blocks of {size} tokens, but vLLM uses {self.block_size}; set --block-size {size}"
             )
         orders, groups = zip(*(self._group(group, kv_caches) for group in shape.groups))
-        self.arena = chunks = Arenas(groups, shape.num_blocks, shape.block_size)
+        if shape.no_chunks is None:
+            self.arena = chunks = Arenas(groups, shape.num_blocks, shape.block_size)
+            # A model whose tokens can be recomputed has one group.
+            self.recomputer = Recomputer(self.config, runner, self.layers, tensors, orders[0], self.block_size, chunks.load_first)
         if shape.prefix_blocks > 0:
             self.prefixes = Arenas(groups, shape.prefix_blocks, shape.engine_block_size)
         if self.settings.disk_path is not None:
-            arenas = {False: self.arena} if self.prefixes is None else {False: self.arena, True: self.prefixes}
+            arenas = {name: arena for name, arena in ((False, self.arena), (True, self.prefixes)) if arena is not None}
             self.disk = open_disk(self.config, self.settings, shape, self.layers, arenas)
-        # A model whose tokens can be recomputed has one group.
-        self.recomputer = Recomputer(self.config, runner, self.layers, tensors, orders[0], self.block_size, chunks.load_first)
 
     def _group(self, group: LayerGroup, kv_caches: dict[str, torch.Tensor]) -> tuple[str, GroupCache]:
         """Returns the name of the layout of a group's cache, and the cache."""
@@ -108,7 +126,8 @@ class ChunkWorker:
 
     def forget(self) -> None:
         """Forgets what questions chose, and what is on the disk."""
-        self.recomputer.forget()
+        if self.recomputer is not None:
+            self.recomputer.forget()
         if self.disk is not None:
             self.disk.forget()
 
