@@ -49,6 +49,19 @@ pub(crate) fn engine_of(
     clock: &ManualClock,
 ) -> Engine {
     let chunks = ChunkCacheConfig { memory_share: 0.25, ..ChunkCacheConfig::default() };
+    engine_keeping(chunks, model, backend, blocks, scheduling, swap_memory, clock)
+}
+
+/// Returns such an engine with other settings for chunks.
+pub(crate) fn engine_keeping(
+    chunks: ChunkCacheConfig,
+    model: Model,
+    backend: Arc<dyn Backend>,
+    blocks: usize,
+    scheduling: Scheduling,
+    swap_memory: usize,
+    clock: &ManualClock,
+) -> Engine {
     let mut config =
         EngineConfig { block_size: 4, chunks, scheduling, swap_memory, ..EngineConfig::default() };
     config.kv_memory = Some(1 << 20);

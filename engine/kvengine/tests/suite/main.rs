@@ -24,6 +24,7 @@ mod faulty;
 mod flops;
 mod giving_way;
 mod groups;
+mod little_index;
 mod numbers;
 mod outgrown;
 mod panics;
