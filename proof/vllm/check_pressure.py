@@ -6,6 +6,7 @@ resets. Run by ``check_connector.py``.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import tempfile
@@ -17,6 +18,8 @@ from check_connector import BLOCK, Checks, Host, answer, token_bytes
 from safetensors.torch import save_file
 from tiny import SIZE
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import MEDIUM_CPU
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
@@ -109,6 +112,27 @@ class PressureChecks(Checks):
         self.same("an ordinary request with the salt of one with chunks", answer(out), self.expected([0, 1], "plain"))
         (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
         self.same("a request with chunks after it", answer(out), self.expected([0, 1], "alone"))
+        host.close()
+
+    def events(self) -> None:
+        """Routers are told of the tier's blocks, and of nothing from which a salt of the connector could be made."""
+        if self.model.config.model_type != "llama":
+            return
+        published = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        host, batches = self.host(prefix_memory="8MiB", options={"kv_events_config": published}), []
+        host.scheduler.kv_event_publisher.publish = batches.append
+        for mode in ("alone", "plain", "alone"):
+            self.generate(host, self.case.prompt([0, 1], mode))
+            host.llm.reset_prefix_cache()
+        events, secret = [event for batch in batches for event in batch.events], host.side.names.secret
+        of_tier = sum(len(event.block_hashes) for event in events if getattr(event, "medium", None) == MEDIUM_CPU)
+        expected = len(self.case.prompt([0, 1], "plain")[0]["prompt_token_ids"]) // BLOCK
+        self.say("routers are told of the tier's blocks", None if of_tier >= expected > 0 else f"of {of_tier} instead of {expected}")
+        told = repr(events)
+        # vLLM publishes the salts themselves, so the check would see a secret in them.
+        self.say("vLLM's events show the salts of the connector", None if "kvcache:" in told else "they do not, so the next check shows nothing")
+        forms = (repr(secret)[2:-1], secret.hex(), base64.b64encode(secret).decode()[:40])
+        self.say("they show no secret", None if not any(form in told for form in forms) else "they do")
         host.close()
 
     def holds_end(self) -> None:
@@ -397,6 +421,7 @@ class PressureChecks(Checks):
         self.few_pieces()
         self.full_index()
         self.forged_salts()
+        self.events()
         self.holds_end()
         self.resets()
         self.kept_from_others()
