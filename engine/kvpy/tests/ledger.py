@@ -1,6 +1,6 @@
 """What the counters of a connector must be, from what was asked, what ran, and what workers were told to save.
 
-Nothing here reads the connector's own counts. A request is identified by its client: the connector's requests have the
+Nothing here reads the connector's own counters. A request is identified by its client: the connector's requests have the
 client of the request that they are for.
 """
 
@@ -44,8 +44,9 @@ class Ledger:
     def hand_over(self, work: Any) -> None:
         """Notes that a piece is about to be stored. If the index is full, it replaces a piece without readers."""
         side, blocks = self.engine.side.chunks, tuple(work.reservation.block_ids)
-        holds = {tuple(one.block_ids) for state in side.pieces.states for own in state.pieces.values() for one in own if isinstance(one, PieceHold)}
-        if side.cache.get_metrics().cached_chunks == self.max_chunks == len(holds & self.kept):
+        of_requests = (one for state in side.pieces.states for own in state.pieces.values() for one in own)
+        held = {tuple(one.block_ids) for one in of_requests if isinstance(one, PieceHold)}
+        if side.cache.get_metrics().cached_chunks == self.max_chunks == len(held & self.kept):
             self.unkept += 1
             self.kept.discard(blocks)
         else:
