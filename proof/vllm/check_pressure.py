@@ -17,7 +17,7 @@ import torch
 from check_connector import BLOCK, Checks, Host, answer, token_bytes
 from safetensors.torch import save_file
 from tiny import SIZE
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_CPU
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -402,6 +402,33 @@ class PressureChecks(Checks):
             host.close()
             self.failures += gemma.failures
 
+    def tier_alone(self) -> None:
+        """GPT-2 has the number of its layers under a name of its own, and no rotary embeddings: it gets the tier, and no memory
+        for chunks."""
+        if self.model.config.model_type != "llama":
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(4)
+            shape = {"vocab_size": SIZE["vocab_size"], "n_positions": 512, "n_embd": 128, "n_layer": 3, "n_head": 4}
+            model = GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.12, bos_token_id=1, eos_token_id=2)).eval()
+            model.save_pretrained(folder)
+            # More than a machine has.
+            host = Host(folder, host_memory="1000TiB", prefix_memory="8MiB")
+            for mode, where in (("plain", "computed"), ("plain", "from the tier"), ("alone", "without its chunks")):
+                prompt, sampling = self.case.prompt([0, 1], mode)
+                tokens = prompt["prompt_token_ids"]
+                (out,) = self.generate(host, (prompt, sampling))
+                got = list(out.outputs[0].token_ids)
+                right = model.generate(torch.tensor([tokens]), max_new_tokens=len(got), do_sample=False, eos_token_id=None)
+                expected = right[0, len(tokens) :].tolist()
+                self.say(f"GPT-2, {where}: the tokens of transformers", None if got == expected else f"{got} instead of {expected}")
+                found = (len(tokens) - 1) // BLOCK * BLOCK if where != "computed" else 0
+                self.say(f"{found} tokens are found", None if out.num_cached_tokens == found else f"{out.num_cached_tokens} are")
+                host.llm.reset_prefix_cache()
+            said = (out.kv_transfer_params or {}).get("chunk_error", "")
+            self.say(f"a request with chunks is told: {said}", None if "chunks are not supported for this model" in said else "it is not")
+            host.close()
+
     def unsupported(self) -> None:
         """A model whose layers have states in place of keys and values is refused by name."""
         if self.model.config.model_type != "llama":
@@ -432,4 +459,5 @@ class PressureChecks(Checks):
         self.counted()
         self.adapters()
         self.several_kinds()
+        self.tier_alone()
         self.unsupported()
