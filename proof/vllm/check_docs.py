@@ -70,10 +70,7 @@ class Page:
         block = self.next(name)
         if not block.lstrip().startswith(("from ", "import ")):
             return output(["bash", "-euo", "pipefail", "-c", block])
-        with tempfile.TemporaryDirectory() as folder:
-            program = Path(folder) / f"{name}.py"
-            program.write_text(block)
-            return output(["python", str(program)])
+        return python(block)
 
 
 def go_home(home: Path, model: Path, name: str, *, fresh: bool) -> None:
@@ -88,8 +85,9 @@ def go_home(home: Path, model: Path, name: str, *, fresh: bool) -> None:
         PIP_CACHE_DIR=os.environ.get("PIP_CACHE_DIR", str(real / ".cache/pip")),
         VLLM_CPU_OMP_THREADS_BIND=os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"),
     )
-    # The page's commands find what they have installed.
+    # The page's commands find what they have installed, in the folder that the page names.
     ENVIRONMENT.pop("PYTHONPATH", None)
+    ENVIRONMENT.pop("VLLM", None)
     if not fresh:
         (home / "vllm").symlink_to(sys.prefix)
     cached = home / "huggingface/hub" / f"models--{name.replace('/', '--')}"
@@ -115,6 +113,14 @@ def output(command: list[str]) -> list[str]:
     if done.returncode != 0:
         raise RuntimeError(f"exit status {done.returncode} of {command}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
     return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def python(block: str) -> list[str]:
+    """Runs a program, and returns the lines that it prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "program.py"
+        program.write_text(block)
+        return output(["python", str(program)])
 
 
 def free_port() -> int:
@@ -196,21 +202,31 @@ class Checks:
         wrong = [one for one in (first, text) if "Lind" not in one or "Moss" in one]
         self.say(f"{who}: the answers are {first!r} and {text!r}", "they are wrong" if wrong else None)
 
-    def printed(self, name: str) -> list[tuple[int, dict[str, int], str]]:
+    @staticmethod
+    def printed(lines: list[str]) -> list[tuple[int, dict[str, int], str]]:
         """Parses the output of a Python block: a number, a dictionary, and the beginning of the text."""
-        lines = [re.match(r"(\d+) (\{.*?\}) (.*)", line) for line in self.page.run(name)]
-        return [(int(line[1]), ast.literal_eval(line[2]), line[3]) for line in lines if line]
+        found = [re.match(r"(\d+) (\{.*?\}) (.*)", line) for line in lines]
+        return [(int(line[1]), ast.literal_eval(line[2]), line[3]) for line in found if line]
 
     def client(self) -> list[tuple[int, dict[str, int], str]]:
-        answers = self.printed("client")
+        answers = self.printed(self.page.run("client"))
         self.reused("the openai client", answers)
         self.shown("client", answers)
         return answers
 
     def chat(self) -> None:
-        answers = self.printed("chat")
+        answers = self.printed(self.page.run("chat"))
         self.reused("a chat", answers)
         self.shown("chat", answers)
+
+    def content_parts(self) -> None:
+        """The page says that the documents of a chat can be content parts."""
+        asked = "    prompt = ChunkPrompt.of_chat(tokenizer, messages, documents, "
+        texts = '[{"type": "text", "text": text} for text in [*documents, question]]'
+        with_parts = f'    messages = [{{"role": "user", "content": {texts}}}]\n    prompt = ChunkPrompt.of_chat(tokenizer, messages, '
+        block = self.page.blocks["chat"].replace(asked, with_parts).replace("\nada =", '\nquestion = messages[0]["content"]\nada =')
+        assert with_parts in block, f"the page's chat does not have {asked}"
+        self.reused("a chat with content parts", self.printed(python(block)))
 
     def shown(self, name: str, answers: list[tuple[int, dict[str, Any], str]]) -> None:
         lines = [f"{cached} {chunks} {text}".rstrip() for cached, chunks, text in answers]
@@ -218,20 +234,29 @@ class Checks:
 
     def tier(self) -> None:
         answers = [json.loads(line) for line in self.page.run("tier")]
-        full = (answers[0]["prompt_tokens"] - 1) // 32 * 32
-        self.equal("the tier brings back what vLLM has forgotten, until it is emptied", [one["cached"] for one in answers], [0, full, 0])
+        self.equal("vLLM says that it has emptied its caches", answers[1::2], [{"success": True}] * 2)
+        full, found = (answers[0]["prompt_tokens"] - 1) // 32 * 32, [one["cached"] for one in answers[::2]]
+        self.equal("the tier brings back what vLLM has forgotten, until it is emptied", found, [0, full, 0])
         self.equal("the page shows it", answers, [json.loads(line) for line in self.page.printed["tier"].splitlines()])
+
+    def pause(self) -> None:
+        self.equal("vLLM pauses, and goes on", self.page.run("pause"), self.page.printed["pause"].splitlines())
 
     def wrong(self) -> None:
         self.equal("wrong parts are named", self.page.run("wrong"), self.page.printed["wrong"].splitlines())
 
     def metrics(self) -> None:
-        hits = [float(line.split()[-1]) for line in self.page.run("metrics")]
+        lines = self.page.run("metrics")
+        hits = [float(line.split()[-1]) for line in lines]
         self.say(f"vLLM counts {hits} external hits", None if hits and hits[0] > 0 else "none")
+        # Without a network, vLLM names the model by its folder.
+        got, shown = (re.sub(r'model_name="[^"]*"', "", text) for text in ("\n".join(lines), self.page.printed["metrics"].strip()))
+        self.equal("the page shows it", got, shown)
 
     def offline(self, over_http: list[tuple[int, dict[str, int], str]]) -> None:
-        answers = self.printed("offline")
+        answers = self.printed(self.page.run("offline"))
         self.reused("LLM.generate", answers)
+        self.shown("offline", answers)
         self.equal("and answers as the server does", [one[2] for one in answers], [one[2] for one in over_http])
 
     def check(self) -> None:
@@ -269,6 +294,9 @@ def main() -> None:
             checks.wrong()
             checks.metrics()
             checks.tier()
+            checks.pause()
+            # This is not on the page, so it must not change what the page prints.
+            checks.content_parts()
         checks.check()
     checks.equal("no block is left", page.left, [])
     sys.exit(f"{checks.failures} checks failed" if checks.failures else 0)

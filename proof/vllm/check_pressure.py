@@ -6,6 +6,7 @@ resets. Run by ``check_connector.py``.
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import tempfile
@@ -16,7 +17,9 @@ import torch
 from check_connector import BLOCK, Checks, Host, answer, token_bytes
 from safetensors.torch import save_file
 from tiny import SIZE
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import MEDIUM_CPU
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
@@ -109,6 +112,27 @@ class PressureChecks(Checks):
         self.same("an ordinary request with the salt of one with chunks", answer(out), self.expected([0, 1], "plain"))
         (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
         self.same("a request with chunks after it", answer(out), self.expected([0, 1], "alone"))
+        host.close()
+
+    def events(self) -> None:
+        """Routers are told of the tier's blocks, and of nothing from which a salt of the connector could be made."""
+        if self.model.config.model_type != "llama":
+            return
+        published = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        host, batches = self.host(prefix_memory="8MiB", options={"kv_events_config": published}), []
+        host.scheduler.kv_event_publisher.publish = batches.append
+        for mode in ("alone", "plain", "alone"):
+            self.generate(host, self.case.prompt([0, 1], mode))
+            host.llm.reset_prefix_cache()
+        events, secret = [event for batch in batches for event in batch.events], host.side.names.secret
+        of_tier = sum(len(event.block_hashes) for event in events if getattr(event, "medium", None) == MEDIUM_CPU)
+        expected = len(self.case.prompt([0, 1], "plain")[0]["prompt_token_ids"]) // BLOCK
+        self.say("routers are told of the tier's blocks", None if of_tier >= expected > 0 else f"of {of_tier} instead of {expected}")
+        told = repr(events)
+        # vLLM publishes the salts themselves, so the check would see a secret in them.
+        self.say("vLLM's events show the salts of the connector", None if "kvcache:" in told else "they do not, so the next check shows nothing")
+        forms = (repr(secret)[2:-1], secret.hex(), base64.b64encode(secret).decode()[:40])
+        self.say("they show no secret", None if not any(form in told for form in forms) else "they do")
         host.close()
 
     def holds_end(self) -> None:
@@ -378,6 +402,33 @@ class PressureChecks(Checks):
             host.close()
             self.failures += gemma.failures
 
+    def tier_alone(self) -> None:
+        """GPT-2 has the number of its layers under a name of its own, and no rotary embeddings: it gets the tier, and no memory
+        for chunks."""
+        if self.model.config.model_type != "llama":
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            torch.manual_seed(4)
+            shape = {"vocab_size": SIZE["vocab_size"], "n_positions": 512, "n_embd": 128, "n_layer": 3, "n_head": 4}
+            model = GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.12, bos_token_id=1, eos_token_id=2)).eval()
+            model.save_pretrained(folder)
+            # More than a machine has.
+            host = Host(folder, host_memory="1000TiB", prefix_memory="8MiB")
+            for mode, where in (("plain", "computed"), ("plain", "from the tier"), ("alone", "without its chunks")):
+                prompt, sampling = self.case.prompt([0, 1], mode)
+                tokens = prompt["prompt_token_ids"]
+                (out,) = self.generate(host, (prompt, sampling))
+                got = list(out.outputs[0].token_ids)
+                right = model.generate(torch.tensor([tokens]), max_new_tokens=len(got), do_sample=False, eos_token_id=None)
+                expected = right[0, len(tokens) :].tolist()
+                self.say(f"GPT-2, {where}: the tokens of transformers", None if got == expected else f"{got} instead of {expected}")
+                found = (len(tokens) - 1) // BLOCK * BLOCK if where != "computed" else 0
+                self.say(f"{found} tokens are found", None if out.num_cached_tokens == found else f"{out.num_cached_tokens} are")
+                host.llm.reset_prefix_cache()
+            said = (out.kv_transfer_params or {}).get("chunk_error", "")
+            self.say(f"a request with chunks is told: {said}", None if "chunks are not supported for this model" in said else "it is not")
+            host.close()
+
     def unsupported(self) -> None:
         """A model whose layers have states in place of keys and values is refused by name."""
         if self.model.config.model_type != "llama":
@@ -397,6 +448,7 @@ class PressureChecks(Checks):
         self.few_pieces()
         self.full_index()
         self.forged_salts()
+        self.events()
         self.holds_end()
         self.resets()
         self.kept_from_others()
@@ -407,4 +459,5 @@ class PressureChecks(Checks):
         self.counted()
         self.adapters()
         self.several_kinds()
+        self.tier_alone()
         self.unsupported()

@@ -183,6 +183,9 @@ class Engine(SchedulerInterface):
         """The tokens of ordinary prompts that have been copied in, also for requests that were aborted."""
         self.failing: Callable[[], bool] = lambda: False
         """Returns whether the next copy into the engine's blocks fails."""
+        self.broken: dict[str, int] = {}
+        """The requests with a copy that failed, each with the number of tokens before it that it keeps until it is
+        preempted."""
         self.connector = ChunkConnector(config, KVConnectorRole.SCHEDULER, caches)
         self.worker = Runner(config, caches, self.model).connector
         self.worker._worker.threads.shutdown()
@@ -322,7 +325,7 @@ class Engine(SchedulerInterface):
         # The scheduler again.
         for name in results.failed_recving:
             if name in self.receiving and name not in self.aborted:
-                self.requests[name].num_computed_tokens = 0
+                self.requests[name].num_computed_tokens = self.broken[name] = 0
                 self.failed_recving_kv_req_ids.add(name)
         failed = set()
         for request in self.running:
@@ -332,7 +335,7 @@ class Engine(SchedulerInterface):
             (table,) = self.kv_cache_manager.tables[request.request_id]
             wrong = [i for i, block in enumerate(table) if block in bad and i * SIZE < before.get(request.request_id, 0)]
             if wrong:
-                request.num_computed_tokens = wrong[0] * SIZE
+                request.num_computed_tokens = self.broken[request.request_id] = wrong[0] * SIZE
                 failed.add(request.request_id)
         for name, token in sampled.items():
             request = self.requests.get(name)
@@ -476,6 +479,8 @@ class Engine(SchedulerInterface):
 
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1
+        if request.request_id in self.broken:
+            self.broken[request.request_id] = 0
         self.kv_cache_manager.release(request.request_id)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
@@ -562,7 +567,8 @@ class Roomy:
 def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> list[int]:
     """Returns the tokens that a token of a prompt sees, up to and including itself."""
     everything = prompt[: position + 1]
-    if not params:
+    # A copy may have failed, so that only the tokens before it are as the request asks.
+    if not params or position >= params.get("until", len(prompt)):
         return everything
     lengths, mode, again = params["chunk_lengths"], params.get("chunk_mode", "alone"), params.get("chunk_recompute", "none")
     system, found = lengths[0], chunk_at(lengths, position)

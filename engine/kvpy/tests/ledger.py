@@ -1,6 +1,6 @@
 """What the counters of a connector must be, from what was asked, what ran, and what workers were told to save.
 
-Nothing here reads the connector's own counts. A request is identified by its client: the connector's requests have the
+Nothing here reads the connector's own counters. A request is identified by its client: the connector's requests have the
 client of the request that they are for.
 """
 
@@ -8,24 +8,70 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from fake_engine import SIZE, Engine
+
+from kvcache import PieceHold
+from kvcache.vllm import pieces
 
 
 class Ledger:
     """Watches an engine from its first step on."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, max_chunks: int, max_chunk_tokens: int) -> None:
+        self.engine, self.max_chunks, self.max_chunk_tokens = engine, max_chunks, max_chunk_tokens
         self.computed: dict[str, dict[Any, int]] = {}
         """The number of tokens of each piece that was computed for a request before it ran, by client."""
         self.saved_pieces = self.cleared_pieces = 0
         self.blocks: set[int] = set()
         """The blocks of the tier that were written since the last reset."""
         self.saved_blocks = self.overwritten_blocks = 0
+        self.kept: set[tuple[int, ...]] = set()
+        """The blocks of each piece that was kept when it was stored."""
+        self.unkept = 0
+        """The pieces that were handed to requests while all pieces that were kept had readers."""
+        self.loaded: dict[str, set[int]] = {}
+        """The numbers of tokens of chunks that were copied in for each request at once."""
         engine.ordered.append(self.order)
+        hand_over = pieces._hand_over
+
+        def watched(work: Any) -> None:
+            self.hand_over(work)
+            hand_over(work)
+
+        monkeypatch.setattr(pieces, "_hand_over", watched)
+
+    def hand_over(self, work: Any) -> None:
+        """Notes that a piece is about to be stored. If the index is full, it replaces a piece without readers."""
+        side, blocks = self.engine.side.chunks, tuple(work.reservation.block_ids)
+        of_requests = (one for state in side.pieces.states for own in state.pieces.values() for one in own)
+        held = {tuple(one.block_ids) for one in of_requests if isinstance(one, PieceHold)}
+        if side.cache.get_metrics().cached_chunks == self.max_chunks == len(held & self.kept):
+            self.unkept += 1
+            self.kept.discard(blocks)
+        else:
+            self.kept.add(blocks)
+
+    def needed(self, tokens: list[int], params: dict[str, Any], first: int) -> int:
+        """Returns the number of blocks of host memory for the parts of a prompt with rows after the ``first`` tokens. A question
+        chooses among the rows of all parts, if there are any such rows."""
+        lengths, mode, blocks, start = params["chunk_lengths"], params.get("chunk_mode", "alone"), {}, 0
+        if params.get("chunk_recompute", "").startswith("question") and first < sum(lengths):
+            first = 0
+        system = tokens[: lengths[0]]
+        for number, length in enumerate(lengths):
+            before = [] if number == 0 or mode == "alone" else system if mode == "with-system" else system[: int(mode[5:])]
+            for at in range(0, length if start + length > first else 0, self.max_chunk_tokens):
+                end = min(at + self.max_chunk_tokens, length)
+                blocks[tuple(before), tuple(tokens[start : start + end])] = -(-(end - at) // SIZE)
+            start += length
+        return sum(blocks.values())
 
     def order(self, orders: Any) -> None:
         """Notes a step's orders. No save fails in the engine."""
+        for load in orders.loads:
+            if not load.of_prefix:
+                self.loaded.setdefault(load.request_id, set()).add(sum(source[2] for source, *_ in load.rows))
         for save in orders.saves:
             for (to, offset, count), sources in save.rows:
                 if save.of_prefix:
@@ -53,11 +99,23 @@ class Ledger:
         """Notes that the connector has forgotten everything, also the ``kept`` pieces that it had."""
         self.cleared_pieces += kept
         self.blocks.clear()
+        self.kept.clear()
+
+    def happened(self) -> dict[str, int]:
+        """Returns how often something happened that only pressure brings about."""
+        return {
+            "preemptions": self.engine.preemptions,
+            "evictions of pieces": self.lost_pieces(self.engine.side.chunks.cache.get_metrics().cached_chunks),
+            "evictions of blocks": self.overwritten_blocks,
+            "pieces used and not kept": self.unkept,
+            "failed copies": len(self.engine.broken),
+            "failed copies after own blocks": sum(first > 0 for first in self.engine.broken.values()),
+        }
 
     def lost_pieces(self, kept: int) -> int:
-        """Returns the number of pieces that were saved, that no reset cleared, and that are not among the ``kept``
+        """Returns the number of pieces that were saved and kept, that no reset cleared, and that are not among the ``kept``
         ones."""
-        return self.saved_pieces - self.cleared_pieces - kept
+        return self.saved_pieces - self.cleared_pieces - self.unkept - kept
 
     def computed_for(self, client: str) -> int:
         """Returns the number of tokens that were computed for a request before it ran."""

@@ -172,3 +172,20 @@ def test_evictions_count_what_made_room_and_refusals_count_requests(monkeypatch:
     for number, lengths in enumerate(([20, 300], [20], [50, 50, 50])):
         assert "chunk_error" in counted.ask(f"refused-{number}", prompt([50, 50, 50]), chunk_lengths=lengths)
         assert counted.sums["chunk_requests_refused"] == number + 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("delay", [1, 3, 5])
+def test_a_copy_that_fails_after_an_abort_has_found_nothing(delay: int, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch, prefix_memory=100 * SIZE * ROW, delay=lambda: delay)
+    engine, tokens = counted.engine, list(range(10, 90))
+    counted.ask("first", tokens, count=1)
+    engine.kv_cache_manager.reset()
+    engine.failing = lambda: fails
+    engine.ask("other", list(range(200, 230)), count=20)
+    engine.ask("aborted", tokens, count=1)
+    engine.step()
+    assert "aborted" in engine.receiving
+    engine.abort("aborted")
+    engine.run(100)
+    assert counted.sums["prefix_tokens_found"] == engine.arrived == (0 if fails else 72)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -158,6 +159,12 @@ def test_no_prompt_leaves_for_blocks_that_cannot_be_saved(windows: tuple[int | N
     nothing_held(engine)
 
 
+HAPPENED: Counter[str] = Counter()
+"""How often each thing happened under random traffic, over all seeds."""
+RAN: set[int] = set()
+"""The seeds that have run."""
+
+
 class Traffic:
     """Random requests under small limits: aborts, preemption, late copies, resets, salts. Either some of them have chunks,
     or copies fail."""
@@ -177,8 +184,9 @@ class Traffic:
         )
         self.has_chunks = seed % 4 >= 2
         if not self.has_chunks:
-            self.engine.failing = lambda: draw.random() < 0.02
+            self.engine.failing = lambda: draw.random() < 0.1
         self.asked: dict[str, tuple[list[int], dict[str, object]]] = {}
+        self.happened: Counter[str] = Counter()
         self.changed: set[str] = set()
         """The requests during which weights changed, so that they have old and new rows."""
 
@@ -196,7 +204,9 @@ class Traffic:
         try:
             self.engine.reset(running=running, new_weights=True)
         except RuntimeError:
+            self.happened["refused resets"] += 1
             return
+        self.happened["resets with preemption" if running else "resets beside running requests"] += 1
         self.changed |= names
 
     def run(self, requests: int) -> None:
@@ -207,8 +217,11 @@ class Traffic:
             for _ in range(draw.randrange(12)):
                 self.step()
             if engine.requests and draw.random() < 0.15:
-                engine.abort(draw.choice(list(engine.requests)))
-            if draw.random() < 0.03:
+                name = draw.choice(list(engine.requests))
+                self.happened["aborts" if name in self.asked else "aborts of encodes"] += 1
+                self.happened["aborts of copies"] += name in engine.receiving
+                engine.abort(name)
+            if draw.random() < 0.05:
                 self.reset()
         for _ in range(8_000):
             if not engine.requests:
@@ -241,6 +254,17 @@ def test_random_requests_are_answered_as_if_there_were_room(seed: int, monkeypat
             hold.release()
     assert tier.pool.counts()["cached"] == len(reachable), "blocks are kept that nothing finds"
     nothing_held(engine)
+    HAPPENED.update(traffic.happened)
+    HAPPENED.update({"preemptions": engine.preemptions, "failed copies": len(engine.broken), "evictions": tier.pool.counts()["evictions"]})
+    RAN.add(seed)
+
+
+def test_everything_has_happened() -> None:
+    if RAN != set(range(2 * len(WINDOWS))):
+        pytest.skip("only some of the seeds have run")
+    often = {"preemptions", "evictions", "failed copies", "aborts", "resets with preemption", "resets beside running requests"}
+    seldom = {"refused resets", "aborts of encodes", "aborts of copies"}
+    assert not {name for name in often if HAPPENED[name] < 10} | {name for name in seldom if HAPPENED[name] < 1}, HAPPENED
 
 
 @windows_of

@@ -64,11 +64,26 @@ def test_a_share_counts_all_chunks_but_is_taken_from_chunks_that_have_not_seen_e
     assert chosen("alone", "link:3") == chosen("alone", "none") == 0
 
 
+@pytest.mark.parametrize("own", [{}, {"chunk_lengths": [3, 4]}])
+def test_fields_of_other_connectors_are_left_to_them(own: dict) -> None:
+    names = ["do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_block_ids", "remote_port", "transfer_id", "num_tokens"]
+    params = {**dict.fromkeys(names, 1), "prompt_token_ids": [1] * 9, "prefix_report": True, 7: "x", **own}
+    assert (prompt.plan_of(params, list(range(9))) is None) == (not own)
+    # Alone, such names may mean anything.
+    assert own or prompt.plan_of({"lengths": [3], "recompute": True, "mode": "x"}, list(range(9))) is None
+
+
 @pytest.mark.parametrize(
     ("params", "reason"),
     [
         ({"chunk_length": [3, 4]}, "chunk_length is unknown; did you mean chunk_lengths"),
         ({"chunk_lengths": [3, 4], "chunk_recompte": "none"}, "chunk_recompte is unknown; did you mean chunk_recompute"),
+        ({"Chunk_lengths": [3, 4]}, "Chunk_lengths is unknown; did you mean chunk_lengths"),
+        ({"chnk_lengths": [3, 4]}, "chnk_lengths is unknown; did you mean chunk_lengths"),
+        ({"hunk_separator": [99], "prefix_report": True}, "did you mean chunk_separator"),
+        ({"chunk_lengths": [3, 4], "CHUNK_MODE": "sink:2"}, "did you mean chunk_mode"),
+        ({"chunk_lengths": [3, 4], "recompute": "link:2"}, "did you mean chunk_recompute"),
+        ({"lengths": [3, 4], "chunk_mode": "alone"}, "did you mean chunk_lengths"),
         ({"chunk_lengths": [3, 4], "chunkmode": "alone"}, "did you mean chunk_mode"),
         ({"chunk_lengths": [3, 4], "chunk_qqqqqqqqqqqq": 1}, "the known fields are chunk_lengths"),
         ({"chunk_lengths": [0, 4], "chunk_mode": "with-system"}, "with-system needs a system prompt"),

@@ -30,6 +30,8 @@ from typing import Any
 from kvcache import BUILT_IN_DECOYS
 
 NAMES = ("chunk_lengths", "chunk_separator", "chunk_mode", "chunk_decoys", "chunk_recompute")
+NEAR, VERY_NEAR = 0.6, 0.8
+"""How similar a field must be to one of ``NAMES`` to be a misspelling of it, from 0 to 1: beside fields of chunks, and alone."""
 
 
 class ChunkRequestError(ValueError):
@@ -113,14 +115,16 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
     """
     if not isinstance(params, dict):
         return None
-    own = [name for name in params if isinstance(name, str) and name.startswith("chunk")]
-    if not own:
-        return None
-    for name in own:
-        if name not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, n=1)
+    names = [name for name in params if isinstance(name, str)]
+    has_own = any(name.startswith("chunk") for name in names)
+    for name in names:
+        # Other fields may be for another connector, unless they look like ours.
+        near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=NEAR if has_own else VERY_NEAR)
+        if name not in NAMES and (near or name.startswith("chunk")):
             hint = f"did you mean {near[0]}?" if near else f"the known fields are {', '.join(NAMES)}"
             raise ChunkRequestError(f"the field {name} is unknown; {hint}")
+    if not has_own:
+        return None
     mode = params.get("chunk_mode", "alone")
     recompute = params.get("chunk_recompute", "none")
     if not (isinstance(mode, str) and re.fullmatch(r"alone|with-system|(sink|behind):[1-9]\d*", mode)):

@@ -142,10 +142,13 @@ class ChunkScheduler:
         """Lets vLLM compute the requests whose rows could not be copied in."""
         for name in names:
             tracked = self.requests.get(name)
-            if tracked is None or tracked.has_ended:
+            if tracked is None:
                 continue
             if tracked.chunks is None:
+                # Also after an abort, so that the copy is not counted.
                 self.prefixes.bar(tracked)
+                continue
+            if tracked.has_ended:
                 continue
             # vLLM has cached the blocks under the chunks' salt, and is about to write something else to them.
             for table in self.host.kv_cache_manager.get_block_ids(name):
