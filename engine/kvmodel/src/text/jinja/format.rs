@@ -47,7 +47,7 @@ pub(super) fn percent(run: &Evaluator<'_>, text: &str, arguments: &Value) -> Run
                 return fail("incomplete format key");
             };
             let Value::Dict(dict) = arguments else { return fail("format requires a mapping") };
-            (own, named) = (dict.field(name).cloned(), true);
+            (own, named) = (dict.field(name, run.budget)?.cloned(), true);
             if own.is_none() {
                 return fail(format!("the format names '{name}', which the mapping lacks"));
             }
@@ -237,6 +237,7 @@ fn argument(run: &Evaluator<'_>, name: &str, arguments: &Arguments, next: &mut N
             arguments.positional.get(number).cloned()
         }
         (name, Err(_), _) => {
+            run.budget.compared(name, arguments.named.len())?;
             arguments.named.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone())
         }
     }

@@ -205,7 +205,70 @@ fn refused(source: &str) -> Fault {
 #[case::grouped("{{ '{:04000000000,}'.format(1) }}")]
 #[case::starred("{{ '%.*f' % (4000000000, 1.5) }}")]
 #[case::keys("{% set ns = namespace(x={}) %}{{ dict(range(99999) | batch(2, 0)) | length }}")]
+#[case::slice("{% set a = 'a' * 120000000 %}{{ a[:] }}")]
+#[case::slice_backwards("{% set a = 'a' * 120000000 %}{{ a[::-1] }}")]
+#[case::slice_with_steps("{% set a = 'a' * 120000000 %}{{ a[::2] }}")]
+#[case::slices_of_nothing("{% set a = 'a' * 9000000 %}{% for i in range(99999) %}{{ a[5:5] }}{% endfor %}")]
+#[case::stripped(
+    "{% set a = 'a' * 9000000 %}{% for i in range(99999) %}{{ ''.strip(a) }}{{ '' | trim(a) }}{% endfor %}"
+)]
+#[case::starts(
+    "{% set a = 'a' * 9000000 %}{% set b = (a,) * 9999 %}{% for i in range(99999) %}{{ 'b'.startswith(b) }}{% endfor %}"
+)]
 fn a_template_without_an_end_is_stopped(#[case] source: &str) {
+    is_stopped(source);
+}
+
+/// Repeats a part of a template with the numbers below `count` in place of `#`.
+fn numbered(count: usize, part: &str) -> String {
+    (0..count).map(|number| part.replace('#', &number.to_string())).collect()
+}
+
+/// Templates with few statements that compare many names.
+#[rstest]
+#[case::variables(&numbered(7000, "{% set a# = 1 %}"), "{% for i in range(99999) %}{{ b }}{% endfor %}")]
+#[case::variables_that_are_found(
+    &numbered(7000, "{% set a# = 1 %}"),
+    "{% for i in range(99999) %}{% if a0 %}{% endif %}{% endfor %}"
+)]
+#[case::assignments(
+    "{% for i in range(999) %}",
+    &format!("{}{{% endfor %}}", numbered(5000, "{% set a#=1 %}"))
+)]
+#[case::namespace(
+    &format!("{{% set ns = namespace() %}}{}", numbered(5000, "{% set ns.a# = 1 %}")),
+    "{% for i in range(99999) %}{{ ns.b }}{% endfor %}"
+)]
+#[case::namespace_assignments(
+    &format!("{{% set ns = namespace() %}}{}", numbered(5000, "{% set ns.a# = 1 %}")),
+    "{% for i in range(99999) %}{% set ns.a4999 = 1 %}{% endfor %}"
+)]
+#[case::fields(
+    &format!("{{% set d = {{{}}} %}}", numbered(3500, "'a#':1,")),
+    "{% for i in range(99999) %}{{ d.b }}{% endfor %}"
+)]
+#[case::unsafe_fields(
+    &format!("{{% set d = {{{}}} %}}", numbered(3500, "'a#':1,")),
+    "{% for i in range(99999) %}{% if d.pop %}{% endif %}{% endfor %}"
+)]
+#[case::formats(
+    &format!("{{% set d = {{{}}} %}}", numbered(3500, "'a#':1,")),
+    "{% for i in range(99999) %}{{ '%(a3499)s' % d }}{% endfor %}"
+)]
+#[case::named_arguments(
+    &format!("{{% set d = {{{}}} %}}{{% set f = '{{a999}}' * 999 %}}", numbered(1000, "'a#':1,")),
+    "{% for i in range(999) %}{{ f.format(**d) | length }}{% endfor %}"
+)]
+#[case::parameters(
+    "{% for i in range(9999) %}",
+    &format!("{{% macro f({}b) %}}{{% endmacro %}}{{% endfor %}}", numbered(5000, "a#,"))
+)]
+fn names_that_are_compared_take_steps(#[case] names: &str, #[case] uses: &str) {
+    is_stopped(&format!("{names}{uses}"));
+}
+
+/// Evaluates a template, which must exceed its budget, and checks what it has taken until then.
+fn is_stopped(source: &str) {
     let budget_bytes = 256 << 20;
     let (fault, used) = on_own_stack(|| {
         let (budget, clock) = (Budget::new(0), TemplateClock::default());

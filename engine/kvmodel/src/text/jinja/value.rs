@@ -380,8 +380,9 @@ impl Dict {
     }
 
     /// Returns the value of a key that is a text.
-    pub(super) fn field(&self, name: &str) -> Option<&Value> {
-        self.entries.iter().find(|(key, _)| key.as_text() == Some(name)).map(|(_, value)| value)
+    pub(super) fn field(&self, name: &str, budget: &Budget) -> Run<Option<&Value>> {
+        budget.compared(name, self.entries.len())?;
+        Ok(self.entries.iter().find(|(key, _)| key.as_text() == Some(name)).map(|(_, value)| value))
     }
 
     /// Sets the value of a key, and takes the memory.

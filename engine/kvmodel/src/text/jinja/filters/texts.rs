@@ -49,6 +49,7 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
                 None | Some(Value::None) => None,
                 Some(chars) => Some(text_of("trim", chars)?),
             };
+            budget.steps(chars.map_or(0, str::len) >> 4)?;
             new(letters::strip(&text, chars, true, true).to_owned())
         }
         "center" => {
