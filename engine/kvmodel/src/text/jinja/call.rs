@@ -97,7 +97,7 @@ impl Evaluator<'_> {
     }
 
     /// Returns a method of the value, or a field of a loop or a namespace.
-    fn own_attribute(&self, value: &Value, name: &str) -> Run<Option<Value>> {
+    pub(super) fn own_attribute(&self, value: &Value, name: &str) -> Run<Option<Value>> {
         let methods: &[&str] = match value {
             Value::Text(_) => &text_methods::METHODS,
             Value::Dict(_) => &DICT_METHODS,
