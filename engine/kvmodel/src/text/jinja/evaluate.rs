@@ -86,13 +86,11 @@ impl<'t> Evaluator<'t> {
             scope = *parent;
         }
         self.budget.compared(name, compared)?;
-        match found.or_else(|| super::call::global(name)) {
-            Some(value) => Ok(value),
-            None => {
-                self.budget.memory(name.len())?;
-                Ok(Value::undefined(name))
-            }
+        if let Some(value) = found.or_else(|| super::call::global(name)) {
+            return Ok(value);
         }
+        self.budget.memory(name.len())?;
+        Ok(Value::undefined(name))
     }
 
     pub(super) fn set(&mut self, name: &'t str, value: Value) -> Run<()> {

@@ -127,8 +127,8 @@ impl Stream {
     pub(super) fn next(&self) -> Run<Option<Value>> {
         let next = self.left.borrow_mut().pop_front();
         if next.is_none() {
-            self.end()?
-        };
+            self.end()?;
+        }
         Ok(next)
     }
 
