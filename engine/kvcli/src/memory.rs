@@ -73,10 +73,48 @@ fn free() -> Option<u64> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kib = info.lines().find_map(|line| line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB"));
     let machine = kib?.trim().parse::<u64>().ok()?.saturating_mul(1024);
-    let number = |name: &str| {
-        let text = std::fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok()?;
-        text.trim().parse::<u64>().ok()
-    };
-    let group = number("memory.max").map(|most| most.saturating_sub(number("memory.current").unwrap_or(0)));
+    let group = free_in_group(|name| std::fs::read_to_string(format!("/sys/fs/cgroup/{name}")).ok());
     Some(group.map_or(machine, |group| group.min(machine)))
+}
+
+/// Returns the bytes that a control group leaves, by the contents of its files. The group counts the pages of files,
+/// and takes those that were not used lately before it refuses memory. Returns `None` for a group without a limit.
+fn free_in_group(content: impl Fn(&str) -> Option<String>) -> Option<u64> {
+    let number = |name: &str| content(name)?.trim().parse::<u64>().ok();
+    let most = number("memory.max")?;
+    let inactive = content("memory.stat").and_then(|stat| {
+        let line = stat.lines().find_map(|line| line.strip_prefix("inactive_file "))?;
+        line.trim().parse::<u64>().ok()
+    });
+    let used = number("memory.current").unwrap_or(0).saturating_sub(inactive.unwrap_or(0));
+    Some(most.saturating_sub(used))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_files_that_a_group_can_take_back_are_free() {
+        let free = |most: &'static str, used: &'static str, stat: &'static str| {
+            free_in_group(|name| {
+                let text = match name {
+                    "memory.max" => most,
+                    "memory.current" => used,
+                    "memory.stat" => stat,
+                    _ => "",
+                };
+                (!text.is_empty()).then(|| text.to_owned())
+            })
+        };
+        let stat = "anon 100\nfile 700\ninactive_file 600\nactive_file 50\n";
+        assert_eq!(free("1000\n", "800\n", stat), Some(800));
+        assert_eq!(free("1000\n", "800\n", "total_inactive_file 600\nanon 3\n"), Some(200));
+        assert_eq!(free("1000\n", "800\n", ""), Some(200), "a group without statistics");
+        assert_eq!(free("1000\n", "500\n", "inactive_file 600\n"), Some(1000), "numbers of two times");
+        assert_eq!(free("1000\n", "1200\n", "inactive_file 100\n"), Some(0));
+        assert_eq!(free("1000\n", "", stat), Some(1000));
+        assert_eq!(free("max\n", "800\n", stat), None);
+        assert_eq!(free("", "", ""), None);
+    }
 }

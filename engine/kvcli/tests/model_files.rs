@@ -111,6 +111,22 @@ fn a_tiny_temperature_answers_as_zero_does(#[values("1e-37", "1e-38", "1e-40")] 
     assert!(read["text"].as_str().unwrap().trim().starts_with("blue"), "{read}");
 }
 
+/// The answer is the token 794, `blue`, and the config's own end token 0.
+#[rstest]
+#[case::a_number(json!(794), &[])]
+#[case::a_list_of_one(json!([794]), &[])]
+#[case::the_last_of_a_list(json!([5, 6, 794]), &[])]
+#[case::beside_the_own_one(json!([794, 0]), &[])]
+#[case::other_tokens(json!([5, 6]), &[794])]
+#[case::none(Value::Null, &[794])]
+fn an_answer_ends_at_the_end_tokens_of_the_generation_config(#[case] ends: Value, #[case] tokens: &[u32]) {
+    let copy = Copy::new();
+    fs::write(copy.path("generation_config.json"), json!({ "eos_token_id": ends }).to_string()).unwrap();
+    let prompt = "alba is red . bora is blue . bora ?";
+    let read = kvc_json(&["--model", &copy.arg(""), "-p", prompt, "--max-new-tokens", "4"]);
+    assert_eq!((&read["tokens"], &read["finish"]), (&json!(tokens), &json!("stop")));
+}
+
 #[test]
 fn an_answer_that_outgrows_the_pool_keeps_what_it_has() {
     let copy = Copy::new();

@@ -9,8 +9,8 @@ reasoning, blocks of `generation`) with other texts. Each renders each conversat
 to the model's answer or to the end of the answer's beginning. The clock is fixed at 2024-07-26 09:05:03. If a
 template refuses a conversation, the golden is its refusal; if it fails, the golden is Jinja2's error.
 
-jinja_expressions.json: the values of the expressions in expressions.py, numbers_and_texts.py and values.py, as texts,
-and the texts of the templates in statements.py, or Jinja2's errors. A text with an address in memory has no golden.
+jinja_expressions.json: the values of the expressions in expressions.py, numbers_and_texts.py, values.py and edges.py, as
+texts, and the texts of the templates in statements.py, or Jinja2's errors. A text with an address in memory has no golden.
 """
 
 import datetime
@@ -22,6 +22,7 @@ import sys
 import jinja2
 from transformers.utils import chat_template_utils
 
+from edges import EDGES
 from expressions import EXPRESSIONS, VARIABLES
 from numbers_and_texts import NUMBERS_AND_TEXTS
 from statements import STATEMENTS
@@ -189,7 +190,7 @@ def main(out):
         templates.append({"name": path.stem, "template": text, "rendered": conversations, "requested": requests})
     goldens = {"special_tokens": SPECIAL_TOKENS, "conversations": CONVERSATIONS, "requests": REQUESTS}
     write(out / "chat_templates.json", {**goldens, "templates": templates})
-    every = EXPRESSIONS + NUMBERS_AND_TEXTS + VALUES
+    every = EXPRESSIONS + NUMBERS_AND_TEXTS + VALUES + EDGES
     expressions = [{"expression": one, **text_of("{{ " + one + " }}")} for one in every]
     statements = [{"template": one, **text_of(one)} for one in STATEMENTS]
     goldens = {"variables": VARIABLES, "expressions": expressions, "templates": statements}

@@ -474,7 +474,7 @@ namespace() | tojson
 'abc' | attr('upper')
 'abc' | attr('x') is defined
 d | attr('a') is defined
-d | attr('items') is callable
+(d | attr('items'))() | length
 m[0] | attr('role')
 xs | attr('append')
 none | attr('x')

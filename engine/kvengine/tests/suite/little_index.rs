@@ -7,9 +7,7 @@ use kvengine::{Error, Scheduling};
 use rstest::rstest;
 
 use crate::common::load_model;
-use crate::crowd::{
-    MODEL, alone, assert_each, assert_nothing_held, engine_keeping, mixed, run, submit_all,
-};
+use crate::crowd::{MODEL, alone, assert_each, assert_nothing_held, engine_keeping, mixed, run, submit_all};
 
 const SCHEDULING: Scheduling = Scheduling { step_tokens: 16, running: 12, watermark: 1 };
 

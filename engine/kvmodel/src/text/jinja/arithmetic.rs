@@ -24,6 +24,7 @@ pub(super) fn whole(op: Operator, a: i128, b: i128) -> Run<Value> {
         }
         Operator::Rem => a.checked_rem_euclid(b).map(|rest| if b < 0 && rest != 0 { rest + b } else { rest }),
         Operator::Pow if b < 0 => return real(op, a as f64, b as f64),
+        Operator::Pow if (-1..=1).contains(&a) => Some(if b == 0 || (a == -1 && b % 2 == 0) { 1 } else { a }),
         Operator::Pow => u32::try_from(b).ok().and_then(|b| a.checked_pow(b)),
     };
     number.map(Value::Int).ok_or_else(too_large)

@@ -42,6 +42,11 @@ impl Budget {
         self.steps(text.len() >> 6)
     }
 
+    /// Takes the steps to compare a name with `count` others.
+    pub(super) fn compared(&self, name: &str, count: usize) -> Run<()> {
+        self.steps(count.saturating_mul(1 + (name.len() >> 6)) >> 4)
+    }
+
     /// Takes `count` steps.
     pub(super) fn steps(&self, count: usize) -> Run<()> {
         match self.steps.get().checked_sub(count as u64) {

@@ -67,9 +67,10 @@ impl Evaluator<'_> {
         }
         match value {
             Value::Undefined(words) => fail(&**words),
-            Value::Dict(dict) if dict.field(name).is_some() => {
-                Ok(dict.field(name).cloned().unwrap_or(Value::None))
-            }
+            Value::Dict(dict) => match dict.field(name, self.budget)? {
+                Some(field) => Ok(field.clone()),
+                None => Ok(lacking(value, &format!("attribute '{name}'"))),
+            },
             other => Ok(lacking(other, &format!("attribute '{name}'"))),
         }
     }
@@ -96,7 +97,7 @@ impl Evaluator<'_> {
     }
 
     /// Returns a method of the value, or a field of a loop or a namespace.
-    fn own_attribute(&self, value: &Value, name: &str) -> Run<Option<Value>> {
+    pub(super) fn own_attribute(&self, value: &Value, name: &str) -> Run<Option<Value>> {
         let methods: &[&str] = match value {
             Value::Text(_) => &text_methods::METHODS,
             Value::Dict(_) => &DICT_METHODS,
@@ -125,6 +126,7 @@ impl Evaluator<'_> {
             }
             Value::Namespace(number) => {
                 let fields = self.namespaces.get(*number).map(Vec::as_slice).unwrap_or_default();
+                self.budget.compared(name, fields.len())?;
                 return Ok(fields.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone()));
             }
             Value::Function(function) => match &**function {
@@ -137,7 +139,10 @@ impl Evaluator<'_> {
         };
         if matches!(value, Value::List(_) | Value::Dict(_)) && CHANGING.contains(&name) {
             let words = format!("access to attribute '{name}' of '{}' object is unsafe.", value.kind());
-            let field = matches!(value, Value::Dict(dict) if dict.field(name).is_some());
+            let field = match value {
+                Value::Dict(dict) => dict.field(name, self.budget)?.is_some(),
+                _ => false,
+            };
             return Ok((!field).then(|| Value::Undefined(words.into())));
         }
         let others = match value {

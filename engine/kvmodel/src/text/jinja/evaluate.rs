@@ -75,19 +75,27 @@ impl<'t> Evaluator<'t> {
     }
 
     /// Returns the value of a variable.
-    pub(super) fn variable(&self, name: &str) -> Value {
-        let mut scope = Some(self.scope);
-        while let Some(at) = scope {
-            if let Some((_, value)) = self.scopes[at].names.iter().rev().find(|(known, _)| *known == name) {
-                return value.clone();
-            }
-            scope = self.scopes[at].parent;
+    pub(super) fn variable(&self, name: &str) -> Run<Value> {
+        let (mut scope, mut compared) = (Some(self.scope), 0);
+        let mut found = None;
+        while let (Some(at), None) = (scope, &found) {
+            let Scope { names, parent } = &self.scopes[at];
+            let place = names.iter().rposition(|(known, _)| *known == name);
+            found = place.map(|place| names[place].1.clone());
+            compared += 1 + names.len() - place.unwrap_or(0);
+            scope = *parent;
         }
-        super::call::global(name).unwrap_or_else(|| Value::undefined(name))
+        self.budget.compared(name, compared)?;
+        if let Some(value) = found.or_else(|| super::call::global(name)) {
+            return Ok(value);
+        }
+        self.budget.memory(name.len())?;
+        Ok(Value::undefined(name))
     }
 
     pub(super) fn set(&mut self, name: &'t str, value: Value) -> Run<()> {
         let names = &mut self.scopes[self.scope].names;
+        self.budget.compared(name, names.len())?;
         if let Some((_, old)) = names.iter_mut().find(|(known, _)| *known == name) {
             *old = value;
         } else {
@@ -321,6 +329,7 @@ impl<'t> Evaluator<'t> {
             ));
         }
         let Some(fields) = self.namespaces.get_mut(number) else { return Ok(()) };
+        self.budget.compared(name, fields.len())?;
         if let Some((_, old)) = fields.iter_mut().find(|(known, _)| known == name) {
             *old = value;
         } else {

@@ -24,7 +24,7 @@ impl<'t> Evaluator<'t> {
 
     fn value_of(&mut self, expression: &'t Expr<'t>) -> Run<Value> {
         match expression {
-            Expr::Var(variable) => match self.variable(variable.id) {
+            Expr::Var(variable) => match self.variable(variable.id)? {
                 Value::Undefined(_) if ["self", "lipsum"].contains(&variable.id) => {
                     fail(format!("the variable '{}' is not supported in chat templates", variable.id))
                 }

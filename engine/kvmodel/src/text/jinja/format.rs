@@ -3,6 +3,7 @@
 use std::str::Chars;
 
 use super::arguments::{Arguments, count};
+use super::arithmetic::truncated;
 use super::evaluate::Evaluator;
 use super::fault::{Run, fail};
 use super::letters::{self, Fill};
@@ -21,6 +22,8 @@ struct Layout {
     /// A character between groups of digits.
     group: Option<char>,
     precision: Option<usize>,
+    /// Whether the alignment is that of a zero in front of the width, which only numbers have.
+    by_zero: bool,
 }
 
 /// Formats a text as the operator `%` does. A tuple is a list of arguments, and a dictionary has them by
@@ -47,7 +50,7 @@ pub(super) fn percent(run: &Evaluator<'_>, text: &str, arguments: &Value) -> Run
                 return fail("incomplete format key");
             };
             let Value::Dict(dict) = arguments else { return fail("format requires a mapping") };
-            (own, named) = (dict.field(name).cloned(), true);
+            (own, named) = (dict.field(name, run.budget)?.cloned(), true);
             if own.is_none() {
                 return fail(format!("the format names '{name}', which the mapping lacks"));
             }
@@ -141,7 +144,7 @@ fn converted(run: &Evaluator<'_>, kind: char, mut layout: Layout, value: &Value)
     }
     match (kind, value.as_int(), value.as_float()) {
         ('d' | 'i' | 'u', Some(n), _) => whole(run, n, 'd', &layout),
-        ('d' | 'i' | 'u', None, Some(x)) if x.is_finite() => whole(run, x as i128, 'd', &layout),
+        ('d' | 'i' | 'u', None, Some(x)) => whole(run, truncated(x)?, 'd', &layout),
         ('x' | 'X' | 'o', Some(n), _) => whole(run, n, kind, &layout),
         ('e' | 'E' | 'f' | 'F' | 'g' | 'G', _, Some(x)) => real(run, x, kind, &layout),
         ('c', Some(n), _) => match u32::try_from(n).ok().and_then(char::from_u32) {
@@ -237,6 +240,7 @@ fn argument(run: &Evaluator<'_>, name: &str, arguments: &Arguments, next: &mut N
             arguments.positional.get(number).cloned()
         }
         (name, Err(_), _) => {
+            run.budget.compared(name, arguments.named.len())?;
             arguments.named.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone())
         }
     }
@@ -286,6 +290,7 @@ fn by_specification(run: &Evaluator<'_>, value: &Value, spec: &str) -> Run<Strin
     }
     if peek(&chars) == Some('0') {
         layout.fill = layout.fill.or(Some('0'));
+        layout.by_zero = layout.align.is_none();
         layout.align = layout.align.or(Some('='));
         chars.next();
     }
@@ -305,15 +310,24 @@ fn by_specification(run: &Evaluator<'_>, value: &Value, spec: &str) -> Run<Strin
     }
     match (kind, value) {
         (None | Some('s'), Value::Text(_)) if layout.group.is_some() || layout.sign.is_some() => unknown(),
+        (None | Some('s'), Value::Text(_)) if layout.align == Some('=') && !layout.by_zero => {
+            fail("'=' alignment not allowed in string format specifier")
+        }
         (None | Some('s'), Value::Text(text)) => laid_out(run, text.to_string(), &left(layout)),
         (None | Some('x' | 'X' | 'o' | 'b' | 'n' | 'd' | 'c'), value)
             if value.as_int().is_some() && layout.precision.is_some() =>
         {
             fail("Precision not allowed in integer format specifier")
         }
+        (Some('c'), value)
+            if value.as_int().is_some()
+                && (layout.sign.is_some() || layout.group.is_some() || layout.alternate) =>
+        {
+            fail("a sign, '#' and ',' are not allowed with integer format specifier 'c'")
+        }
         (Some('c'), value) if value.as_int().is_some() => {
             match value.as_int().and_then(|n| u32::try_from(n).ok()).and_then(char::from_u32) {
-                Some(c) => laid_out(run, c.to_string(), &left(layout)),
+                Some(c) => laid_out(run, c.to_string(), &right(layout)),
                 None => fail("%c arg not in range(0x110000)"),
             }
         }
@@ -337,7 +351,7 @@ fn by_specification(run: &Evaluator<'_>, value: &Value, spec: &str) -> Run<Strin
 
 /// Aligns texts to the left, unless the layout says otherwise.
 fn left(layout: Layout) -> Layout {
-    Layout { align: layout.align.or(Some('<')), ..layout }
+    Layout { align: layout.align.filter(|_| !layout.by_zero).or(Some('<')), ..layout }
 }
 
 /// Aligns numbers to the right, unless the layout says otherwise.

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use super::budget::{Budget, MAX_LEVELS, too_deep};
-use super::fault::Run;
+use super::fault::{Fault, FaultKind, Run};
 use super::value::{Dict, Value, deepest};
 
 /// What a view of a dictionary shows.
@@ -27,6 +27,8 @@ pub(super) struct View {
 #[derive(Debug)]
 pub(super) struct Stream {
     left: RefCell<VecDeque<Value>>,
+    /// The failure behind the last element. Python's generators fail when their elements are asked for.
+    failure: RefCell<Option<Fault>>,
     /// The number of levels of containers.
     pub(super) levels: usize,
 }
@@ -94,27 +96,56 @@ impl View {
 impl Stream {
     /// Creates a stream of these elements, and takes its memory.
     pub(super) fn value(budget: &Budget, items: Vec<Value>) -> Run<Value> {
+        Self::with_failure(budget, items, None)
+    }
+
+    /// Creates a stream of the elements that `part` adds to a list. If it fails, so does the stream behind these
+    /// elements. A template that exceeds its budget fails at once.
+    pub(super) fn of(budget: &Budget, part: impl FnOnce(&mut Vec<Value>) -> Run<()>) -> Run<Value> {
+        let mut items = Vec::new();
+        match part(&mut items) {
+            Ok(()) => Self::value(budget, items),
+            Err(fault) if fault.kind == FaultKind::Failed => Self::with_failure(budget, items, Some(fault)),
+            Err(fault) => Err(fault),
+        }
+    }
+
+    fn with_failure(budget: &Budget, items: Vec<Value>, failure: Option<Fault>) -> Run<Value> {
         budget.memory(items.len().saturating_mul(size_of::<Value>()).saturating_add(64))?;
         let levels = 1 + deepest(&items);
         if levels > MAX_LEVELS {
             return Err(too_deep());
         }
-        Ok(Value::Stream(Rc::new(Self { left: RefCell::new(items.into()), levels })))
+        Ok(Value::Stream(Rc::new(Self {
+            left: RefCell::new(items.into()),
+            failure: RefCell::new(failure),
+            levels,
+        })))
     }
 
     /// Takes the next element.
-    pub(super) fn next(&self) -> Option<Value> {
-        self.left.borrow_mut().pop_front()
+    pub(super) fn next(&self) -> Run<Option<Value>> {
+        let next = self.left.borrow_mut().pop_front();
+        if next.is_none() {
+            self.end()?;
+        }
+        Ok(next)
     }
 
     /// Takes all elements that are left.
-    pub(super) fn rest(&self) -> Vec<Value> {
-        std::mem::take(&mut *self.left.borrow_mut()).into()
+    pub(super) fn rest(&self) -> Run<Vec<Value>> {
+        let rest = std::mem::take(&mut *self.left.borrow_mut()).into();
+        self.end().map(|()| rest)
+    }
+
+    /// Fails once, if the stream has a failure. A generator of Python that has failed is at its end.
+    fn end(&self) -> Run<()> {
+        self.failure.borrow_mut().take().map_or(Ok(()), Err)
     }
 
     /// Takes elements up to the first one that equals `item`, and returns true if there is one.
     pub(super) fn contains(&self, item: &Value, budget: &Budget) -> Run<bool> {
-        while let Some(next) = self.next() {
+        while let Some(next) = self.next()? {
             if next.equals(item, budget)? {
                 return Ok(true);
             }

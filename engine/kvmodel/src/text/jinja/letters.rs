@@ -1,5 +1,7 @@
 //! Operations on texts as Python defines them: white space, lines, words, cases and fields.
 
+use std::collections::HashSet;
+
 use super::characters::{decimal, is_cased, is_titlecase, push_folded, push_title};
 
 /// Returns true if Python's `str.strip` removes the character.
@@ -9,7 +11,9 @@ pub(super) fn is_space(c: char) -> bool {
 
 /// Strips the characters in `chars`, or white space, from the sides that are asked for.
 pub(super) fn strip<'a>(text: &'a str, chars: Option<&str>, start: bool, end: bool) -> &'a str {
-    let unwanted = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
+    // A set, because a template may give as many characters as it likes.
+    let chars: Option<HashSet<char>> = chars.map(|chars| chars.chars().collect());
+    let unwanted = |c: char| chars.as_ref().map_or_else(|| is_space(c), |chars| chars.contains(&c));
     let text = if start { text.trim_start_matches(unwanted) } else { text };
     if end { text.trim_end_matches(unwanted) } else { text }
 }

@@ -27,6 +27,7 @@ impl<'t> Macro<'t> {
     /// Fails if two parameters have one name, or if the parameter `caller` has no default.
     pub(super) fn new(budget: &Budget, declaration: &'t ast::Macro<'t>, scope: usize) -> Run<Self> {
         let names: Vec<&str> = declaration.args.iter().filter_map(name_of).collect();
+        budget.compared("", names.len().saturating_mul(names.len()) / 2)?;
         if let Some(twice) = names.iter().enumerate().find(|(i, name)| names[..*i].contains(*name)) {
             return fail(format!("two parameters of a macro have the name '{}'", twice.1));
         }
@@ -79,6 +80,7 @@ impl Evaluator<'_> {
             run.scoped(scope, |run| {
                 for (i, parameter) in declaration.args.iter().enumerate() {
                     let Expr::Var(parameter) = parameter else { continue };
+                    run.budget.compared(parameter.id, named.len())?;
                     let by_name = named.iter().position(|(name, _)| name == parameter.id);
                     let value = match (positional.next(), by_name, i.checked_sub(first_default)) {
                         (Some(_), Some(_), _) => {

@@ -208,7 +208,9 @@ pub(super) fn slice(
     step: Option<i128>,
 ) -> Run<Value> {
     let len = match defined(value)? {
-        Value::Text(_) | Value::List(_) | Value::Tuple(_) | Value::Range { .. } => value.len().unwrap_or(0),
+        Value::Text(_) | Value::List(_) | Value::Tuple(_) | Value::Range { .. } => {
+            value.counted_len(budget)?.unwrap_or(0)
+        }
         Value::Safe(_) => return fail(safe_use("a slice")),
         other => return fail(format!("'{}' object is not subscriptable by a slice", other.kind())),
     };
@@ -225,32 +227,36 @@ pub(super) fn slice(
     };
     let (first, end) =
         if step > 0 { (bound(start, 0), bound(stop, len)) } else { (bound(start, len - 1), bound(stop, -1)) };
-    let mut places = Vec::new();
-    let mut at = first;
-    while (step > 0 && at < end) || (step < 0 && at > end) {
-        places.push(at as usize);
-        at = at.saturating_add(step);
-    }
-    budget.memory(places.len() * 8)?;
-    if let Value::Text(text) = value {
-        budget.memory(text.len())?;
-        if step == 1 {
-            let text: String = text.chars().skip(first as usize).take(places.len()).collect();
-            return Value::text(budget, text);
-        }
-        let chars: Vec<char> = text.chars().collect();
-        budget.memory(4 * chars.len())?;
-        return Value::text(budget, places.into_iter().filter_map(|i| chars.get(i)).collect::<String>());
-    }
-    if let Value::Range { start, step: each, .. } = value {
-        let (first, stop) = (start + each * first, start + each * end);
-        return Ok(Value::Range { start: first, stop, step: each.saturating_mul(step), len: places.len() });
-    }
-    let picked = places.into_iter().map(|i| element(budget, value, i as i128));
-    let picked: Vec<Value> = picked.collect::<Run<Vec<_>>>()?.into_iter().flatten().collect();
+    let ahead = if step > 0 { end - first } else { first - end };
+    let count = if ahead > 0 { ((ahead.unsigned_abs() - 1) / step.unsigned_abs() + 1) as usize } else { 0 };
+    let places = (0..count as i128).map(|i| (first + step * i) as usize);
     match value {
-        Value::Tuple(_) => Value::tuple(budget, picked),
-        _ => Value::list(budget, picked),
+        Value::Text(text) => {
+            budget.memory(text.len())?;
+            if step == 1 {
+                let text: String = text.chars().skip(first as usize).take(count).collect();
+                return Value::text(budget, text);
+            }
+            budget.memory(4 * text.len())?;
+            let chars: Vec<char> = text.chars().collect();
+            Value::text(budget, places.filter_map(|i| chars.get(i)).collect::<String>())
+        }
+        Value::Range { start, step: each, .. } => {
+            let at = |place: i128| each.checked_mul(place).and_then(|ahead| start.checked_add(ahead));
+            match (at(first), at(end), each.checked_mul(step)) {
+                (Some(start), Some(stop), Some(step)) => Ok(Value::Range { start, stop, step, len: count }),
+                _ => Err(too_large()),
+            }
+        }
+        Value::List(items) | Value::Tuple(items) => {
+            budget.memory(count.saturating_mul(size_of::<Value>()))?;
+            let picked = places.filter_map(|i| items.items.get(i).cloned()).collect();
+            match value {
+                Value::Tuple(_) => Value::tuple(budget, picked),
+                _ => Value::list(budget, picked),
+            }
+        }
+        _ => Ok(Value::None),
     }
 }
 
@@ -283,7 +289,7 @@ fn merge_sorted(budget: &Budget, mut keyed: Vec<(Value, Value)>) -> Run<Vec<(Val
 /// Returns Python's `range(start, stop, step)`.
 pub(super) fn range(arguments: &[Value]) -> Run<Value> {
     /// The most elements that Jinja2's sandbox allows.
-    const MAX_RANGE: i128 = 100_000;
+    const MAX_RANGE: u128 = 100_000;
     let mut numbers = Vec::new();
     for argument in arguments {
         match defined(argument)?.as_int() {
@@ -304,7 +310,7 @@ pub(super) fn range(arguments: &[Value]) -> Run<Value> {
     }
     let far = stop.checked_sub(start).ok_or_else(too_large)?;
     let ahead = far != 0 && (far > 0) == (step > 0);
-    let len = if ahead { (far.abs() - 1) / step.abs() + 1 } else { 0 };
+    let len = if ahead { (far.unsigned_abs() - 1) / step.unsigned_abs() + 1 } else { 0 };
     if len > MAX_RANGE {
         return Err(Fault::limit(format!("range has {len} elements, more than {MAX_RANGE}")));
     }

@@ -14,29 +14,35 @@ use super::literals;
 /// # Errors
 /// Returns a fault if a string has an escape that Python does not know, or a character's name.
 pub(super) fn rewritten(source: &str) -> Run<String> {
+    rewritten_with(source, &mut 0)
+}
+
+/// Rewrites a source, and adds the number of bytes that were searched for the ends of tags to `searched`.
+fn rewritten_with(source: &str, searched: &mut usize) -> Run<String> {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
     let mut raw = false;
     while let Some(start) = rest.find('{') {
         let (before, tag) = rest.split_at(start);
         out.push_str(before);
+        // Inside a raw block, only `endraw` is a tag. A search for the end of any other tag could read the rest
+        // of the source for each tag.
+        if raw && !ends_raw(tag) {
+            out.push('{');
+            rest = &rest[start + 1..];
+            continue;
+        }
         let end = match tag.get(..2) {
             Some("{%") => expression(tag, "%}"),
-            Some("{{") if !raw => expression(tag, "}}"),
-            Some("{#") if !raw => tag.find("#}").map_or(tag.len(), |end| end + 2),
+            Some("{{") => expression(tag, "}}"),
+            Some("{#") => tag.find("#}").map_or(tag.len(), |end| end + 2),
             _ => 1,
         };
+        *searched += end;
         let (tag, after) = tag.split_at(end);
         let word = word(tag);
         match word {
             "endraw" => raw = false,
-            // Inside a raw block, only `endraw` is a tag. The first two characters of any other tag are
-            // copied as text.
-            _ if raw && tag.len() > 2 => {
-                out.push_str(&tag[..2]);
-                rest = &rest[start + 2..];
-                continue;
-            }
             "raw" => raw = true,
             _ => (),
         }
@@ -72,6 +78,16 @@ fn expression(text: &str, close: &str) -> usize {
         }
     }
     text.len()
+}
+
+/// Returns true if `text` starts with the tag `endraw`.
+fn ends_raw(text: &str) -> bool {
+    fn unmarked(text: &str) -> &str {
+        text.strip_prefix(['-', '+']).unwrap_or(text)
+    }
+    let inner = text.strip_prefix("{%").map(|inner| unmarked(inner).trim_start());
+    let after = inner.and_then(|inner| inner.strip_prefix("endraw"));
+    after.is_some_and(|after| unmarked(after.trim_start()).starts_with("%}"))
 }
 
 /// Returns the text inside a tag, without the tag's marks, or an empty string if the tag is incomplete.
@@ -111,7 +127,28 @@ mod tests {
     #[case("{ é {{ 1", "{ é {{ 1")]
     #[case("{% generation", "{% generation")]
     #[case("{", "{")]
+    #[case(
+        "{% raw %}{% raw %}{% endraw{%-  endraw -%}{% generation %}",
+        "{% raw %}{% raw %}{% endraw{%-  endraw -%}{% with %}"
+    )]
     fn only_the_tags_change(#[case] source: &str, #[case] expected: &str) {
         assert_eq!(rewritten(source).unwrap(), expected);
+    }
+
+    /// Sources whose tags have no ends. Each byte may be searched once for an end.
+    #[rstest]
+    #[case::in_raw("{% raw %}", "{%")]
+    #[case::in_raw_with_spaces("{% raw %}", "{%- ")]
+    #[case::quotes_in_raw("{% raw %}", "{% '")]
+    #[case::expressions_in_raw("{% raw %}", "{{")]
+    #[case::nearly_endraw("{% raw %}", "{% endraw ")]
+    #[case::tags("", "{%")]
+    #[case::expressions("", "{{ '")]
+    #[case::comments("", "{# ")]
+    fn the_search_for_the_ends_of_tags_is_linear(#[case] start: &str, #[case] part: &str) {
+        let source = start.to_owned() + &part.repeat(4000);
+        let mut searched = 0;
+        rewritten_with(&source, &mut searched).unwrap();
+        assert!(searched <= source.len(), "{searched} of {} bytes", source.len());
     }
 }

@@ -121,6 +121,7 @@ pub(super) fn call(run: &mut Evaluator<'_>, text: &str, method: &str, arguments:
         "strip" | "lstrip" | "rstrip" => {
             let [chars] = arguments.of(method, ["chars"])?;
             let chars = optional_text(method, chars.as_ref())?;
+            budget.steps(chars.map_or(0, str::len) >> 4)?;
             return new(letters::strip(text, chars, method != "rstrip", method != "lstrip").to_owned());
         }
         "removeprefix" | "removesuffix" => {
@@ -255,6 +256,7 @@ fn search(run: &Evaluator<'_>, text: &str, method: &str, arguments: Arguments) -
         };
         for part in &parts {
             let part = text_of(method, part)?;
+            run.budget.steps(1 + (part.len().min(text.len()) >> 10))?;
             let fits = start <= len && (start <= end || !part.is_empty());
             if fits
                 && (if method == "startswith" { within.starts_with(part) } else { within.ends_with(part) })

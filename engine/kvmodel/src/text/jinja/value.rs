@@ -265,7 +265,7 @@ impl Value {
     /// Returns the elements that an iteration over the value visits, and takes their memory.
     pub(super) fn items(&self, budget: &Budget) -> Run<Vec<Self>> {
         if let Self::Stream(stream) = self {
-            return Ok(stream.rest());
+            return stream.rest();
         }
         let Some(len) = self.counted_len(budget)? else {
             return fail(format!("'{}' object is not iterable", self.kind()));
@@ -325,7 +325,13 @@ impl Value {
             (Self::Loop(a), Self::Loop(b)) => Rc::ptr_eq(a, b),
             (Self::View(a), Self::View(b)) => a.equals(b, budget)?,
             (Self::Stream(a), Self::Stream(b)) => Rc::ptr_eq(a, b),
-            (Self::Function(a), Self::Function(b)) => Rc::ptr_eq(a, b),
+            (Self::Function(a), Self::Function(b)) => match (&**a, &**b) {
+                (Function::Global(a), Function::Global(b)) => a == b,
+                (Function::Method(a, name), Function::Method(b, other)) => {
+                    name == other && a.is_same(b, budget)?
+                }
+                _ => Rc::ptr_eq(a, b),
+            },
             (a, b) => arithmetic::ordered(a, b) == Some(Ordering::Equal),
         })
     }
@@ -338,6 +344,8 @@ impl Value {
             (Self::View(a), Self::View(b)) => Ok(Rc::ptr_eq(a, b)),
             (Self::Undefined(a), Self::Undefined(b)) => Ok(Rc::ptr_eq(a, b)),
             (a, b) if a.kind() != b.kind() => Ok(false),
+            // Python creates a method's object at each use.
+            (Self::Function(a), _) if matches!(**a, Function::Method(..)) => Ok(false),
             (Self::Text(a) | Self::Safe(a), Self::Text(b) | Self::Safe(b)) if Rc::ptr_eq(a, b) => Ok(true),
             (Self::Tuple(a), Self::Tuple(b)) if Rc::ptr_eq(a, b) => Ok(true),
             (a, b) if !a.equals(b, budget)? => Ok(false),
@@ -380,8 +388,9 @@ impl Dict {
     }
 
     /// Returns the value of a key that is a text.
-    pub(super) fn field(&self, name: &str) -> Option<&Value> {
-        self.entries.iter().find(|(key, _)| key.as_text() == Some(name)).map(|(_, value)| value)
+    pub(super) fn field(&self, name: &str, budget: &Budget) -> Run<Option<&Value>> {
+        budget.compared(name, self.entries.len())?;
+        Ok(self.entries.iter().find(|(key, _)| key.as_text() == Some(name)).map(|(_, value)| value))
     }
 
     /// Sets the value of a key, and takes the memory.

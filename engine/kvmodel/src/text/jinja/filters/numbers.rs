@@ -42,40 +42,75 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
             let Some(x) = value.as_float() else {
                 return fail(format!("type {} doesn't define __round__ method", value.kind()));
             };
-            let scale = 10f64.powi(precision);
             match method.as_ref().and_then(Value::as_text).unwrap_or("common") {
                 "common" => match value.as_int() {
-                    Some(n) if precision >= 0 => Ok(Value::Int(n)),
-                    Some(n) => Ok(Value::Int(
-                        (n as f64 * scale).round_ties_even() as i128 * (1.0 / scale).round() as i128,
-                    )),
+                    Some(n) => rounded(n, 0.0, precision).map(Value::Int),
                     None if whole => truncated(x.round_ties_even()).map(Value::Int),
                     None if precision >= 0 => {
                         let digits = format!("{x:.*}", precision as usize);
                         Ok(Value::Float(digits.parse().unwrap_or(x)))
                     }
-                    None => Ok(Value::Float((x * scale).round_ties_even() / scale)),
+                    None if !x.is_finite() => Ok(Value::Float(x)),
+                    None => {
+                        let n = rounded(truncated(x)?, x.fract(), precision)?;
+                        Ok(Value::Float((n as f64).copysign(x)))
+                    }
                 },
-                "ceil" => Ok(Value::Float((x * scale).ceil() / scale)),
-                "floor" => Ok(Value::Float((x * scale).floor() / scale)),
+                "ceil" if !whole => by(value.as_int(), x, precision, f64::ceil).map(Value::Float),
+                "floor" if !whole => by(value.as_int(), x, precision, f64::floor).map(Value::Float),
+                "ceil" | "floor" => fail("unsupported operand type(s) for ** or pow(): 'int' and 'NoneType'"),
                 _ => fail("method must be common, ceil or floor"),
             }
         }
     }
 }
 
+/// Rounds the number `n + fraction` to `precision` digits behind the point; half of a unit to the even one.
+fn rounded(n: i128, fraction: f64, precision: i32) -> Run<i128> {
+    if precision >= 0 {
+        return Ok(n);
+    }
+    // All numbers of 128 bits are less than half of 10^39.
+    let Some(unit) = 10i128.checked_pow(precision.unsigned_abs()) else { return Ok(0) };
+    // The fraction has the sign of `n`, so that `rest` is counted from zero.
+    let (units, rest) = (n / unit, n % unit);
+    let (rest, other) = (rest.abs(), unit - rest.abs());
+    let up = rest > other || (rest == other && (fraction != 0.0 || units % 2 != 0));
+    let units = if up { units + if n < 0 { -1 } else { 1 } } else { units };
+    units.checked_mul(unit).ok_or_else(too_large)
+}
+
+/// Rounds up or down, as Jinja2 does: `to(x * 10 ** precision) / 10 ** precision`.
+fn by(whole: Option<i128>, x: f64, precision: i32, to: fn(f64) -> f64) -> Run<f64> {
+    if whole.is_some() && precision >= 0 {
+        return Ok(x);
+    }
+    let scale: f64 = format!("1e{precision}").parse().unwrap_or(f64::INFINITY);
+    if scale.is_infinite() {
+        return fail("int too large to convert to float");
+    }
+    let scaled = x * scale;
+    if !scaled.is_finite() {
+        return fail(format!("cannot convert float {scaled} to integer"));
+    }
+    if scale == 0.0 {
+        return fail("float division by zero");
+    }
+    Ok(to(scaled) / scale)
+}
+
 /// Parses a float as Python's `float` does.
 fn float_of(text: &str) -> Option<f64> {
     let text = with_ascii_digits(strip(text, None, true, true));
-    let digits = without_underscores(&text)?;
+    let digits = without_underscores(&text, char::is_ascii_digit)?;
     digits.parse().ok()
 }
 
 /// Removes the underscores between digits. Returns `None` if one stands elsewhere.
-fn without_underscores(digits: &str) -> Option<String> {
+fn without_underscores(digits: &str, is_digit: fn(&char) -> bool) -> Option<String> {
     let chars: Vec<char> = digits.chars().collect();
     let between = |at: usize| {
-        let digit = |at: usize| chars.get(at).is_some_and(char::is_ascii_alphanumeric);
+        let digit = |at: usize| chars.get(at).is_some_and(is_digit);
         at > 0 && digit(at - 1) && digit(at + 1)
     };
     let misplaced = (0..chars.len()).any(|at| chars[at] == '_' && !between(at));
@@ -106,7 +141,7 @@ fn whole_of(text: &str, base: i128) -> Run<Option<i128>> {
     // One underscore may follow a prefix.
     let digits =
         if digits.len() + 2 == lower.len() { digits.strip_prefix('_').unwrap_or(digits) } else { digits };
-    let Some(digits) = without_underscores(digits) else { return Ok(None) };
+    let Some(digits) = without_underscores(digits, char::is_ascii_alphanumeric) else { return Ok(None) };
     let known = |c: char| c.to_digit(36).is_some_and(|digit| i128::from(digit) < base);
     if digits.is_empty() || !digits.chars().all(known) {
         return Ok(None);

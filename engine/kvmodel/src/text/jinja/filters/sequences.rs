@@ -2,11 +2,13 @@
 
 use std::cmp::Ordering;
 
+use super::super::arguments::whole_or;
+use super::super::arithmetic::truncated;
 use super::super::iterables::Stream;
 use super::super::operate::{self, Operator, binary, compare, sorted};
 use super::super::predicates;
 use super::super::value::check_key;
-use super::{Arguments, Evaluator, Run, Value, apply as apply_filter, count, fail, int_or, needed, text_of};
+use super::{Arguments, Evaluator, Run, Value, apply as apply_filter, count, fail, needed, text_of};
 
 /// Applies a filter for values with elements.
 pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) -> Run<Value> {
@@ -19,7 +21,7 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, argument
         "list" => Value::list(budget, value.items(budget)?),
         "first" | "last" => {
             let item = match (value, name) {
-                (Value::Stream(stream), "first") => stream.next(),
+                (Value::Stream(stream), "first") => stream.next()?,
                 (Value::Stream(_), _) => return fail("'generator' object is not reversible"),
                 (value, "first") => value.items(budget)?.into_iter().next(),
                 (value, _) => value.items(budget)?.pop(),
@@ -52,7 +54,13 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, argument
         "attr" => {
             let [field] = arguments.of("attr", ["name"])?;
             match value {
-                Value::Dict(_) => Ok(none_of("a dictionary has no attributes")),
+                // The filter reads no items.
+                Value::Dict(_) => {
+                    let name = needed("attr", "name", field)?;
+                    let name = text_of("attr", &name)?;
+                    let found = run.own_attribute(value, name)?;
+                    Ok(found.unwrap_or_else(|| none_of(&format!("'dict' object has no attribute '{name}'"))))
+                }
                 value => run.attribute(value, text_of("attr", &needed("attr", "name", field)?)?),
             }
         }
@@ -63,49 +71,89 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, argument
         }
         "batch" => {
             let [width, with] = arguments.of("batch", ["linecount", "fill_with"])?;
-            let width = int_or("batch", Some(&needed("batch", "linecount", width)?), 1)?;
-            let items = value.items(budget)?;
-            let mut rows = Vec::new();
-            // Jinja2 ends a row when it has as many elements as asked for: never, if that is none.
-            if width == 0 && !items.is_empty() {
-                rows.push(Value::list(budget, Vec::new())?);
-            }
-            let width = if width > 0 { count(width) } else { usize::MAX };
-            for row in items.chunks(width) {
-                let mut row = row.to_vec();
-                if let Some(with) = with.as_ref().filter(|with| !matches!(with, Value::None))
-                    && width < usize::MAX
-                {
-                    budget.memory(width.saturating_mul(size_of::<Value>()))?;
-                    row.resize(width, with.clone());
-                }
-                rows.push(Value::list(budget, row)?);
-            }
-            Stream::value(budget, rows)
+            let (width, with) = (needed("batch", "linecount", width)?, with.unwrap_or(Value::None));
+            Stream::of(budget, |rows| batches(run, value, &width, &with, rows))
         }
         _ => {
             let [slices, with] = arguments.of("slice", ["slices", "fill_with"])?;
-            let slices = int_or("slice", Some(&needed("slice", "slices", slices)?), 1)?;
-            if slices == 0 {
-                return fail("integer division or modulo by zero");
-            }
-            let slices = count(slices);
-            budget.memory(slices.saturating_mul(64))?;
-            let items = value.items(budget)?;
-            let (each, more) = (items.len() / slices.max(1), items.len() % slices.max(1));
-            let (mut rows, mut at) = (Vec::new(), 0);
-            for i in 0..slices {
-                let len = each + usize::from(i < more);
-                let mut row = items[at..at + len].to_vec();
-                at += len;
-                if let Some(with) = with.as_ref().filter(|with| !matches!(with, Value::None) && i >= more) {
-                    row.push(with.clone());
-                }
-                rows.push(Value::list(budget, row)?);
-            }
-            Stream::value(budget, rows)
+            let (slices, with) = (needed("slice", "slices", slices)?, with.unwrap_or(Value::None));
+            Stream::of(budget, |rows| slices_of(run, value, &slices, &with, rows))
         }
     }
+}
+
+/// Adds rows of `width` elements. The last row is filled up with `with`, unless it is none.
+fn batches(
+    run: &Evaluator<'_>,
+    value: &Value,
+    width: &Value,
+    with: &Value,
+    rows: &mut Vec<Value>,
+) -> Run<()> {
+    let budget = run.budget;
+    let items = value.items(budget)?;
+    // Jinja2 ends a row when its length equals `width`: never, if that is no number of elements.
+    let whole = match width {
+        Value::Float(x) if x.fract() == 0.0 => truncated(*x)?,
+        Value::Float(_) => -1,
+        width => width.as_int().unwrap_or(-1),
+    };
+    if whole == 0 && !items.is_empty() {
+        rows.push(Value::list(budget, Vec::new())?);
+    }
+    let most = if whole > 0 { count(whole) } else { usize::MAX };
+    for row in items.chunks(most) {
+        let mut row = row.to_vec();
+        if !matches!(with, Value::None) {
+            let more = width.as_float().map(|width| width > row.len() as f64);
+            match (more, width.as_int()) {
+                (None, _) => {
+                    return fail(format!(
+                        "'<' not supported between instances of 'int' and '{}'",
+                        width.kind()
+                    ));
+                }
+                (Some(true), None) => return fail("can't multiply sequence by non-int of type 'float'"),
+                (Some(true), Some(_)) => {
+                    budget.memory(most.saturating_mul(size_of::<Value>()))?;
+                    row.resize(most, with.clone());
+                }
+                (Some(false), _) => {}
+            }
+        }
+        rows.push(Value::list(budget, row)?);
+    }
+    Ok(())
+}
+
+/// Adds a number of rows, of which the first ones are longer by one element or the others have `with` at their end.
+fn slices_of(
+    run: &Evaluator<'_>,
+    value: &Value,
+    slices: &Value,
+    with: &Value,
+    rows: &mut Vec<Value>,
+) -> Run<()> {
+    let budget = run.budget;
+    let items = value.items(budget)?;
+    let slices = whole_or("slice", Some(slices), 1)?;
+    if slices == 0 {
+        return fail("integer division or modulo by zero");
+    }
+    let slices = count(slices);
+    budget.memory(slices.saturating_mul(64))?;
+    let (each, more) = (items.len() / slices.max(1), items.len() % slices.max(1));
+    let mut at = 0;
+    for i in 0..slices {
+        let len = each + usize::from(i < more);
+        let mut row = items[at..at + len].to_vec();
+        at += len;
+        if !matches!(with, Value::None) && i >= more {
+            row.push(with.clone());
+        }
+        rows.push(Value::list(budget, row)?);
+    }
+    Ok(())
 }
 
 /// Applies a filter that orders or compares elements by keys.
@@ -314,9 +362,15 @@ fn joined(run: &Evaluator<'_>, value: &Value, separator: Option<Value>, by: Opti
 }
 
 fn map(run: &mut Evaluator<'_>, value: &Value, arguments: Arguments) -> Run<Value> {
+    let budget = run.budget;
+    Stream::of(budget, |out| mapped(run, value, arguments, out))
+}
+
+fn mapped(run: &mut Evaluator<'_>, value: &Value, arguments: Arguments, out: &mut Vec<Value>) -> Run<()> {
     let Arguments { mut positional, mut named } = arguments;
-    let items = if value.is_true() { value.items(run.budget)? } else { Vec::new() };
-    let mut out = Vec::with_capacity(items.len());
+    if !value.is_true() {
+        return Ok(());
+    }
     if positional.is_empty() {
         let Some(at) = named.iter().position(|(name, _)| name == "attribute") else {
             return fail("map requires a filter argument");
@@ -326,30 +380,41 @@ fn map(run: &mut Evaluator<'_>, value: &Value, arguments: Arguments) -> Run<Valu
             return fail(format!("Unexpected keyword argument '{name}'"));
         }
         let default = named.pop().map(|(_, value)| value);
-        for item in &items {
+        for item in &value.items(run.budget)? {
             let found = attribute(run, item, &name)?;
             out.push(default.clone().filter(|_| found.is_undefined()).unwrap_or(found));
         }
     } else {
         let filter = positional.remove(0);
         let filter = text_of("map", &filter)?;
-        for item in items {
+        for item in value.items(run.budget)? {
             let arguments = Arguments { positional: positional.clone(), named: named.clone() };
             out.push(apply_filter(run, filter, item, arguments)?);
         }
     }
-    Stream::value(run.budget, out)
+    Ok(())
 }
 
 fn select(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) -> Run<Value> {
+    Stream::of(run.budget, |kept| selected(run, name, value, arguments, kept))
+}
+
+fn selected(
+    run: &Evaluator<'_>,
+    name: &str,
+    value: &Value,
+    arguments: Arguments,
+    kept: &mut Vec<Value>,
+) -> Run<()> {
+    if !value.is_true() {
+        return Ok(());
+    }
     let mut arguments = arguments.positional.into_iter();
     let by = if name.ends_with("attr") { Some(needed(name, "attribute", arguments.next())?) } else { None };
     let test = arguments.next();
     let rest: Vec<Value> = arguments.collect();
     let wanted = name.starts_with("select");
-    let mut kept = Vec::new();
-    let items = if value.is_true() { value.items(run.budget)? } else { Vec::new() };
-    for item in items {
+    for item in value.items(run.budget)? {
         run.budget.steps(1)?;
         let tested = match &by {
             Some(name) => attribute(run, &item, name)?,
@@ -361,5 +426,5 @@ fn select(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments) 
         };
         kept.extend((holds == wanted).then_some(item));
     }
-    Stream::value(run.budget, kept)
+    Ok(())
 }

@@ -1,5 +1,6 @@
 //! Filters for texts. A value that is no text is written as Python's `str` writes it.
 
+use super::super::arguments::whole_or;
 use super::super::letters::{self, Fill};
 use super::super::text_methods::replaced;
 use super::super::{characters, format, operate};
@@ -49,11 +50,12 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
                 None | Some(Value::None) => None,
                 Some(chars) => Some(text_of("trim", chars)?),
             };
+            budget.steps(chars.map_or(0, str::len) >> 4)?;
             new(letters::strip(&text, chars, true, true).to_owned())
         }
         "center" => {
             let [width] = arguments.of("center", ["width"])?;
-            let width = count(int_or("center", width.as_ref(), 80)?);
+            let width = count(whole_or("center", width.as_ref(), 80)?);
             budget.memory(width)?;
             new(letters::fill(&text, width, ' ', Fill::Both { odd: true }))
         }
@@ -105,7 +107,7 @@ fn indented(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Valu
     let width = match &width {
         Some(Value::Text(width)) => width.to_string(),
         width => {
-            let width = count(int_or("indent", width.as_ref(), 4)?);
+            let width = count(whole_or("indent", width.as_ref(), 4)?);
             run.budget.memory(width)?;
             " ".repeat(width)
         }
@@ -130,7 +132,7 @@ fn indented(run: &Evaluator<'_>, text: String, arguments: Arguments) -> Run<Valu
 fn truncated(run: &Evaluator<'_>, value: &Value, text: &str, arguments: Arguments) -> Run<Value> {
     let [length, kill, end, leeway] = arguments.of("truncate", ["length", "killwords", "end", "leeway"])?;
     let (length, leeway) =
-        (int_or("truncate", length.as_ref(), 255)?, int_or("truncate", leeway.as_ref(), 5)?);
+        (whole_or("truncate", length.as_ref(), 255)?, int_or("truncate", leeway.as_ref(), 5)?);
     let end = end.as_ref().and_then(Value::as_text).unwrap_or("...");
     let least = end.chars().count() as i128;
     if length < least || leeway < 0 {
