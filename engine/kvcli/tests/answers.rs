@@ -161,6 +161,27 @@ fn texts_have_decoys_of_their_own_form_unless_the_built_in_ones_are_asked_for() 
     }
 }
 
+/// Pipes, devices and folders in place of answers or tuned settings are named. None of them waits or fills memory.
+#[cfg(unix)]
+#[test]
+fn what_is_no_regular_file_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    assert!(Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
+    std::os::unix::fs::symlink("/dev/zero", path("device")).unwrap();
+    fs::create_dir(path("folder")).unwrap();
+    fs::File::create(path("large")).unwrap().set_len(1 << 40).unwrap();
+    for name in ["pipe", "device", "folder", "large"] {
+        let file = path(name);
+        for args in [&["eval", "--json", "--read", &file][..], &["run", "--reuse", &file, "-p", "a"]] {
+            assert_fails(args, &kvc(args), 1, &[&file]);
+        }
+    }
+    let large = path("large");
+    let answers = [&ASK[..], &["--answers", &large]].concat();
+    assert_fails(&answers, &kvc(&answers), 1, &["large"]);
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_file_that_cannot_be_written_ends_the_evaluation() {

@@ -23,8 +23,12 @@ pub(crate) struct SmallFile {
 /// The maximum size in bytes of a file that is read as a whole: 512 MiB. The largest tokenizers have 50 MiB.
 const MOST_BYTES: u64 = 512 << 20;
 
-/// Reads a regular file.
-fn bytes_of(path: &Path) -> std::io::Result<Vec<u8>> {
+/// Reads a regular file of at most 512 MiB into memory. Nothing is read from pipes and devices, which may have no
+/// end.
+///
+/// # Errors
+/// Returns an I/O error if the file cannot be read, is too large, or is not a regular file.
+pub fn read_small_file(path: &Path) -> std::io::Result<Vec<u8>> {
     check_regular_file(path)?;
     let bytes = std::fs::metadata(path)?.len();
     if bytes > MOST_BYTES {
@@ -40,7 +44,7 @@ impl SmallFile {
     /// # Errors
     /// Returns [`Error::Io`], with the path, if the file cannot be read.
     pub(crate) fn read(path: PathBuf) -> Result<Self> {
-        match bytes_of(&path) {
+        match read_small_file(&path) {
             Ok(bytes) => Ok(Self { path, bytes }),
             Err(source) => Err(Error::Io { path, source }),
         }

@@ -75,6 +75,7 @@ mod weights;
 pub use config::{ExpertsConfig, Family, LatentConfig, LayerConfig, ModelConfig};
 pub use dense::WeightFormat;
 pub use error::{Error, Result, WeightProblem};
+pub use files::read_small_file;
 pub use load::ModelDirectory;
 pub use model::{
     AttentionMass, ComputeDevice, DecodeMemory, Forward, FreshKv, FreshQueries, KeptRows, KvRows, LayerGroup,

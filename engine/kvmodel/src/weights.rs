@@ -10,7 +10,7 @@ use safetensors::tensor::Metadata;
 
 use crate::dense::{FileAccess, SharedBytes, StoredType, StoredWeight, WeightFile};
 use crate::error::{Error, Result, WeightProblem};
-use crate::files::SmallFile;
+use crate::files::{SmallFile, read_small_file};
 
 /// The name of the weight file if there are no shards.
 const SINGLE: &str = "model.safetensors";
@@ -214,7 +214,8 @@ pub(crate) fn file_of(dir: &Path, tensor: &str) -> PathBuf {
     if single.exists() {
         return single;
     }
-    let shards = std::fs::read_to_string(&index).ok().and_then(|text| shards(&text).ok());
+    let text = read_small_file(&index).ok().and_then(|bytes| String::from_utf8(bytes).ok());
+    let shards = text.and_then(|text| shards(&text).ok());
     shards.and_then(|shards| shards.get(tensor).map(|name| dir.join(name))).unwrap_or(index)
 }
 

@@ -153,7 +153,7 @@ fn write(file: &mut File, line: &impl Serialize) -> std::io::Result<()> {
 /// Reads a file without its last line if that line is incomplete.
 fn complete(path: &Path) -> Result<String> {
     let failed = |source| Error::ReadAnswers { path: path.to_owned(), source };
-    let mut bytes = std::fs::read(path).map_err(failed)?;
+    let mut bytes = kvmodel::read_small_file(path).map_err(failed)?;
     let end = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
     if end < bytes.len() {
         note!("{}: the last line is incomplete and was dropped", path.display());

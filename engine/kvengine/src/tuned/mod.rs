@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kvchunk::Reuse;
-use kvmodel::Model;
+use kvmodel::{Model, read_small_file};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -79,10 +79,9 @@ impl TunedReuse {
     /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Tuned`], with the line and the field,
     /// if it is malformed.
     pub fn read(path: &Path) -> Result<Self> {
-        let text =
-            std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+        let json = read_small_file(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
         let bad = |reason: String| Error::Tuned { path: path.to_owned(), reason };
-        let tuned: Self = serde_json::from_str(&text).map_err(|error| bad(error.to_string()))?;
+        let tuned: Self = serde_json::from_slice(&json).map_err(|error| bad(error.to_string()))?;
         if tuned.version != VERSION {
             return Err(bad(format!(
                 "it has version {}, but version {VERSION} is needed; write it again with kvc tune",
@@ -188,6 +187,24 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "new");
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left beside it");
         assert!(replace(&folder.path().join("none/tuned.json"), "new").is_err());
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn what_is_no_regular_file_is_not_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let made = std::process::Command::new("mkfifo").arg(path("pipe")).status().unwrap();
+        assert!(made.success());
+        std::os::unix::fs::symlink("/dev/zero", path("device")).unwrap();
+        std::os::unix::fs::symlink("none", path("link")).unwrap();
+        std::fs::create_dir(path("folder")).unwrap();
+        std::fs::File::create(path("large")).unwrap().set_len(1 << 40).unwrap();
+        for name in ["pipe", "device", "link", "folder", "large"] {
+            let error = TunedReuse::read(&path(name)).unwrap_err();
+            assert!(matches!(error, Error::Io { .. }), "{name}: {error}");
+            assert!(error.to_string().contains(name), "{error}");
+        }
     }
 
     #[test]
