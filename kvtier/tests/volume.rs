@@ -14,7 +14,7 @@ use kvtier::{Slab, SlabConfig, Stored};
 /// The variable that makes this test the process that writes.
 const FOLDER: &str = "KVTIER_TEST_VOLUME_FOLDER";
 
-/// How much is committed before the kill, in MiB, unless the variable `KVTIER_TEST_VOLUME` says otherwise.
+/// The number of MiB that are committed before the kill, unless the variable `KVTIER_TEST_VOLUME` says otherwise.
 const MIB: u32 = 128;
 
 /// The size of a record: a piece of a few hundred tokens.

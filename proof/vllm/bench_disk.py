@@ -23,7 +23,9 @@ import time
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-BLOCK, SYSTEM, QUESTION, ANSWER = 32, 40, 24, 8
+from bench_prefix import ENGINE
+
+SYSTEM, QUESTION, ANSWER = 40, 24, 8
 ROWS = ("stored", "found", "chunks without a disk", "full prefill")
 
 
@@ -37,14 +39,7 @@ def measure(row: str, args: argparse.Namespace) -> dict[str, object]:
     has_chunks = row != "full prefill"
     llm = LLM(
         model=args.model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK,
-        max_model_len=4096,
-        max_num_batched_tokens=4096,
-        kv_cache_memory_bytes=1 << 30,
-        distributed_executor_backend="uni",
+        **ENGINE,
         kv_transfer_config=KVTransferConfig(
             kv_connector="ChunkConnector",
             kv_connector_module_path="kvcache.vllm",

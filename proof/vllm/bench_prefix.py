@@ -26,6 +26,17 @@ from typing import Any
 
 PREFIX, LAST, BLOCK, ANSWER = 2560, 32, 32, 16
 CLOSE = 1e-3
+ENGINE = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": BLOCK,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 4096,
+    "kv_cache_memory_bytes": 1 << 30,
+    "distributed_executor_backend": "uni",
+}
+"""The settings of vLLM with which prompts are measured."""
 TIMES = ("first_seconds", "again_seconds", "own_seconds")
 
 
@@ -75,15 +86,8 @@ def measure(model: str, config: dict[str, Any], rounds: int) -> dict[str, Any]:
 
     llm = LLM(
         model=model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        block_size=BLOCK,
-        max_model_len=4096,
-        max_num_batched_tokens=4096,
-        kv_cache_memory_bytes=1 << 30,
-        distributed_executor_backend="uni",
         seed=0,
+        **ENGINE,
         kv_transfer_config=KVTransferConfig(kv_role="kv_both", **config) if config else None,
     )
     draw = random.Random(1)

@@ -13,9 +13,13 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
 import os
 import random
+import signal
+import subprocess
 import sys
+import time
 from collections import Counter as Counts
 from collections.abc import Iterator
 from pathlib import Path
@@ -169,6 +173,19 @@ def answer(out) -> Answer:
     return Answer(list(got.token_ids), [p[t].logprob for p, t in zip(got.logprobs, got.token_ids)])
 
 
+STORED = "STORED"
+"""The beginning of the line by which a child says that it has stored everything."""
+
+
+def store_until_killed(host, tokens: list[int], usage, **extra) -> None:
+    """Asks a prompt, says when it is stored, and waits to be killed."""
+    sampling = SamplingParams(max_tokens=2, temperature=0.0, detokenize=False, **extra)
+    host.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
+    host.settle()
+    print(STORED, usage()["records"], flush=True)
+    time.sleep(600)
+
+
 class Checks:
     def __init__(self, path: str) -> None:
         self.path, self.failures = path, 0
@@ -197,6 +214,19 @@ class Checks:
                 before = [token for part in (parts[0], *decoys) for token in part]
                 self.known[key] = reference.after(self.model, before, parts, question, count)
         return self.known[key]
+
+    def killed(self, program: str, what: str, *given: object) -> None:
+        """Has ``program`` store ``what`` in another process, as its ``--child`` with these arguments. Checks that a second
+        process gets an error, and kills the first one."""
+        asked = [sys.executable, program, self.path, "--child", json.dumps(given)]
+        child = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
+        said = next((line for line in child.stdout if line.startswith(STORED)), None)
+        self.say(f"another process has stored {what}", None if said else "it has not")
+        refused = subprocess.run(asked, capture_output=True, text=True, check=False)
+        clear = "in use by another process; give each process its own folder" in refused.stdout + refused.stderr
+        self.say("a second process on the folder gets a clear error", None if clear and refused.returncode else refused.stderr[-500:])
+        child.send_signal(signal.SIGKILL)
+        child.wait()
 
     def generate(self, host: Host, *asked):
         prompts, sampling = zip(*asked)

@@ -13,15 +13,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from check_connector import BLOCK, Checks, Host, answer, arguments
-from vllm import SamplingParams
+from check_connector import BLOCK, Checks, Host, answer, arguments, store_until_killed
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.metrics.reader import Counter, Gauge
 
@@ -199,18 +197,10 @@ class DiskChecks(Checks):
         self.ask(host, [2, 1], "alone", "afterwards", True)
         host.close()
 
-    def killed(self, folder: Path) -> None:
+    def survives_a_kill(self, folder: Path) -> None:
         prompt, _ = self.case.prompt([0, 3], "alone")
         lengths = [len(part) for part in self.case.parts([0, 3])]
-        asked = [sys.executable, __file__, self.path, "--child", json.dumps([str(folder / "killed"), prompt["prompt_token_ids"], lengths])]
-        child = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
-        said = next((line for line in child.stdout if line.startswith("STORED")), None)
-        self.say("another process has stored the documents", None if said else "it has not")
-        refused = subprocess.run(asked, capture_output=True, text=True, check=False)
-        clear = "in use by another process; give each process its own folder" in refused.stdout + refused.stderr
-        self.say("a second process on the folder gets a clear error", None if clear and refused.returncode else refused.stderr[-500:])
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        self.killed(__file__, "the documents", str(folder / "killed"), prompt["prompt_token_ids"], lengths)
         host = DiskHost(self.path, folder / "killed")
         self.ask(host, [3, 0], "alone", "after kill -9", True)
         host.close()
@@ -239,13 +229,8 @@ class Hanging:
 
 
 def child(path: str, folder: str, tokens: list[int], lengths: list[int]) -> None:
-    """Asks a prompt, says when its chunks are stored, and waits to be killed."""
     host = DiskHost(path, Path(folder))
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, detokenize=False, extra_args={"kv_transfer_params": {"chunk_lengths": lengths}})
-    host.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
-    host.settle()
-    print("STORED", host.disk.usage()["records"], flush=True)
-    time.sleep(600)
+    store_until_killed(host, tokens, host.disk.usage, extra_args={"kv_transfer_params": {"chunk_lengths": lengths}})
 
 
 def main() -> None:
@@ -263,7 +248,7 @@ def main() -> None:
                 checks.other_weights(folder, Path(temporary) / "other")
                 checks.reset(folder)
                 checks.aborted(folder)
-                checks.killed(folder)
+                checks.survives_a_kill(folder)
                 checks.hanging(folder)
                 checks.damaged(folder)
         failures += checks.failures

@@ -17,14 +17,13 @@ import inspect
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from check_connector import BLOCK, Checks, Host, answer, arguments, token_bytes
+from check_connector import BLOCK, Checks, Host, answer, arguments, store_until_killed, token_bytes
 from vllm import LLM
 from vllm.config import KVTransferConfig
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
@@ -281,18 +280,10 @@ class SlabChecks(Checks):
         self.case.system = own
         host.close()
 
-    def killed(self, folder: Path) -> None:
+    def survives_a_kill(self, folder: Path) -> None:
         tokens = self.case.prompt([0, 3], "plain")[0]["prompt_token_ids"]
         left = set(Path("/dev/shm").glob("vllm_offload_*.mmap"))
-        asked = [sys.executable, __file__, self.path, "--child", json.dumps([str(folder / "killed"), tokens])]
-        child = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
-        said = next((line for line in child.stdout if line.startswith("STORED")), None)
-        self.say("another process has stored the prompt", None if said else "it has not")
-        refused = subprocess.run(asked, capture_output=True, text=True, check=False)
-        clear = "in use by another process; give each process its own folder" in refused.stdout + refused.stderr
-        self.say("a second process on the folder gets a clear error", None if clear and refused.returncode else refused.stderr[-500:])
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        self.killed(__file__, "the prompt", str(folder / "killed"), tokens)
         # vLLM leaves its host memory behind, as docs/vllm-disk.md says.
         left = set(Path("/dev/shm").glob("vllm_offload_*.mmap")) - left
         self.say("a killed vLLM and a refused one leave their host memory in /dev/shm", None if len(left) == 2 else f"{left}")
@@ -324,14 +315,8 @@ def differs(own: type, real: type | None) -> str | None:
 
 
 def child(path: str, folder: str, tokens: list[int]) -> None:
-    """Asks a prompt, says when it is stored, and waits to be killed."""
     host = SlabHost(path, Path(folder))
-    from vllm import SamplingParams
-
-    host.llm.generate([{"prompt_token_ids": tokens}], SamplingParams(max_tokens=2, temperature=0.0, detokenize=False), use_tqdm=False)
-    host.settle()
-    print("STORED", host.tier.usage()["records"], flush=True)
-    time.sleep(600)
+    store_until_killed(host, tokens, host.tier.usage)
 
 
 def main() -> None:
@@ -351,7 +336,7 @@ def main() -> None:
                 checks.other_weights(folder, Path(temporary) / "other")
                 checks.aborted(folder)
                 checks.small(folder)
-                checks.killed(folder)
+                checks.survives_a_kill(folder)
                 checks.damaged(folder)
                 checks.failing(folder)
         failures += checks.failures

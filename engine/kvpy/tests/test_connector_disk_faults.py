@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from fake_disk import LENGTHS, MIB, Disk, Hanging, disk, missed, nothing_held_but_the_disk, reused, settle, usage  # noqa: F401
 from fake_engine import ROW, SIZE, Engine, Roomy, context
+from killing import killed_after
 from test_pressure import prompt
 
 from kvcache import KvCacheError
@@ -415,12 +415,7 @@ def test_a_killed_vllm_leaves_only_right_records(disk: Disk) -> None:
     """)
     found = 0
     for round_ in range(5):
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline().strip() == "ready"
-        for _ in range(9 * round_ + 3):
-            last = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        last = killed_after(program, 9 * round_ + 3)
         engine = disk.start(disk_limit="2MiB")
         for number in range(last + 1):
             found += reused(disk.ask(engine, prompt(LENGTHS, first=10 + number % 300), chunk_lengths=LENGTHS))

@@ -13,6 +13,7 @@ import pytest
 from fake_engine import ROW, SIZE, Engine, Roomy, context, model_of, seen, spec_of
 from replay import configs
 from test_pressure import nothing_held
+from traffic import finish
 
 from kvcache import KvCacheError, Ropes, prefix_keys
 from kvcache.vllm.host import Roots, Settings, UnsupportedHostError, geometry, ropes_for
@@ -223,11 +224,7 @@ class Traffic:
                 engine.abort(name)
             if draw.random() < 0.05:
                 self.reset()
-        for _ in range(8_000):
-            if not engine.requests:
-                return
-            self.step()
-        raise AssertionError(f"{sorted(engine.requests)} have not ended")
+        finish(engine, self.step)
 
     def step(self) -> None:
         weights, ended = self.engine.weights, set(self.engine.answers)

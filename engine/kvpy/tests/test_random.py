@@ -16,6 +16,7 @@ import pytest
 from fake_engine import ROW, SIZE, Engine, Roomy, context
 from ledger import Ledger
 from test_pressure import nothing_held
+from traffic import finish
 
 from kvcache.vllm.chunks import LOSSES
 from kvcache.vllm.stats import COUNTERS
@@ -190,11 +191,7 @@ class Traffic:
                 self.turns_of_all()
             if draw.random() < 0.03:
                 self.reset()
-        for _ in range(8_000):
-            if not engine.requests:
-                return
-            self.step()
-        raise AssertionError(f"{sorted(engine.requests)} have not ended")
+        finish(engine, self.step)
 
     def expected(self, name: str, count: int) -> list[int]:
         tokens, params, _ = self.asked[name]

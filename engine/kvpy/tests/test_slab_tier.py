@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import resource
-import signal
 import subprocess
 import sys
 import textwrap
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import vllm
 from fake_offloading import ROW, ROWS, Connector, Offloading, config_of, contents, key, model_in, vllm_config_of
+from killing import killed_after
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvcache import KvCacheError
@@ -582,12 +582,7 @@ def test_a_killed_vllm_leaves_only_right_blocks(disk: Disk) -> None:
     """)
     found = 0
     for round_ in range(5):
-        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline().strip() == "ready"
-        for _ in range(7 * round_ + 1):
-            last = int(process.stdout.readline())
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
+        last = killed_after(program, 7 * round_ + 1)
         host = disk.start(limit="2MiB")
         committed = [key(number) for number in range(last + 1)]
         assert host.load(committed) == committed, "a block that was reported as stored is gone"

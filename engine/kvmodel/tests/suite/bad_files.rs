@@ -327,7 +327,7 @@ fn what_is_no_regular_file_is_named() {
     }
 }
 
-/// The same in place of a model: a GGUF file, the weights of a directory, and one of its shards.
+/// Names what is no regular file in place of a model: a GGUF file, the weights of a directory, and one of its shards.
 #[test]
 #[cfg(unix)]
 fn a_model_that_is_no_regular_file_is_named() {

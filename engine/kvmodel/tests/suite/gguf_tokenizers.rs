@@ -28,7 +28,7 @@ struct Goldens {
 #[serde(untagged)]
 enum Ids {
     Own(Vec<Vec<u32>>),
-    /// Those of the pre-tokenizer with this name.
+    /// The IDs of the pre-tokenizer with this name.
     Of(String),
 }
 

@@ -2,8 +2,9 @@
 //!
 //! A pool has one or more shards. Each shard is a run of the pool's blocks with a lock, a free list and an
 //! eviction order. The pool also has an index from keys to blocks, with its own locks. Locks are acquired in
-//! this order: shards by index (only slow paths lock more than one shard), then one table of the index, then
-//! the queue of events. The event sink is called without locks.
+//! this order: shards by index (only slow paths lock more than one shard), then one table of the index, or
+//! the blocks of a shard that no longer wait for others (`chains`), then the queue of events. The event sink is
+//! called without locks.
 
 use std::collections::HashSet;
 use std::ops::Range;

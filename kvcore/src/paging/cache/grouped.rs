@@ -61,7 +61,9 @@ pub struct GroupedKvCache {
 }
 
 impl GroupedKvCache {
-    /// Creates a cache from the caches of the groups, which must never have had a sequence.
+    /// Creates a cache from the caches of the groups, which must never have had a sequence. The pool of a group with
+    /// a window should evict the first blocks of a prompt first
+    /// ([`PoolConfig::chains`](crate::PoolConfig::chains)).
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if there are no groups or a window is 0, and [`Error::Mismatch`] if the

@@ -22,7 +22,7 @@ struct Layout {
     /// A character between groups of digits.
     group: Option<char>,
     precision: Option<usize>,
-    /// Whether the alignment is that of a zero in front of the width, which only numbers have.
+    /// True if the alignment is that of a zero in front of the width, which only numbers have.
     by_zero: bool,
 }
 

@@ -8,7 +8,7 @@ use super::budget::{Budget, MAX_LEVELS, too_deep};
 use super::fault::{Fault, FaultKind, Run};
 use super::value::{Dict, Value, deepest};
 
-/// What a view of a dictionary shows.
+/// The part of a dictionary that a view shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shown {
     Keys,

@@ -14,7 +14,7 @@ use super::value::Value;
 pub(super) struct Macro<'t> {
     declaration: &'t ast::Macro<'t>,
     scope: usize,
-    /// Whether the macro reads `varargs`, `kwargs` and `caller`. Jinja2 refuses arguments that nothing reads.
+    /// True for each of `varargs`, `kwargs` and `caller` that the macro reads. Jinja2 refuses arguments that nothing reads.
     takes_more: bool,
     takes_names: bool,
     takes_caller: bool,
