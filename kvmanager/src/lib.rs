@@ -34,7 +34,7 @@
 //! | `requests` | [`StorageManager`]: blocks that are reserved by request |
 //! | `metrics` | [`PoolMetrics`]: the state of a pool, the latencies of its manager, and goals for both |
 //! | `state` | [`BlockState`]: the states of a block, with the names that operators know |
-//! | `tier` | [`TierThresholds`]: thresholds for offloading and prefetching blocks |
+//! | `tier` | [`TierThresholds`]: thresholds for offloading and prefetching blocks; [`TierMoves`]: the pieces to move |
 //! | `ranks` | [`RankCache`], [`PrefillPlan`], [`ReceivedMatrix`]: caches of pipeline stages, and merging them |
 //! | `rows` | copies of rows out of an arena |
 //! | `error` | [`Error`] |
@@ -58,4 +58,4 @@ pub use ranks::{PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
 pub use requests::StorageManager;
 pub use sequences::{DEFAULT_MAX_BLOCKS, PagedSequences};
 pub use state::BlockState;
-pub use tier::{Tier, TierThresholds};
+pub use tier::{Tier, TierMoves, TierThresholds};

@@ -38,9 +38,11 @@ pub mod record;
 pub mod slab;
 
 mod error;
+mod known;
 
 pub use error::{Error, Result};
 pub use io::{DiskIo, FileIo, IoChoice, IoWay};
+pub use known::KnownKeys;
 pub use record::{Record, RecordId, RecordNote};
 pub use slab::{
     Found, InspectedScope, Inspection, Listing, Loading, Missed, Slab, SlabConfig, SlabUsage, Stored,

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use kvchunk::{ChunkCacheConfig, ChunkCacheManager, SleepForm};
 use kvcore::{CacheKind, DType, KeyForm, KvFormat, MaxLen, PolicyKind};
+use kvmanager::TierThresholds;
 use serde::Serialize;
 
 /// The settings of an engine, such as the memory and the layout of its caches.
@@ -38,7 +39,8 @@ pub struct EngineConfig {
     pub cache_ttl: Option<Duration>,
     /// The settings of the chunk cache.
     pub chunks: ChunkCacheConfig,
-    /// The host memory in which chunks sleep, or `None` if they do not sleep. To put chunks to sleep, call
+    /// The host memory in which chunks sleep, or `None` if they do not sleep. Chunks fall asleep when the
+    /// [thresholds](ChunkSleep::thresholds) say so, or when the caller says so through
     /// [`sleep_cold_chunks`](kvchunk::ChunkCacheManager::sleep_cold_chunks) on
     /// [`Engine::chunks`](crate::Engine::chunks). A hit wakes a sleeping chunk.
     pub chunk_sleep: Option<ChunkSleep>,
@@ -62,13 +64,17 @@ pub struct EngineConfig {
 }
 
 /// The settings for chunks that sleep in host memory while they are rarely used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ChunkSleep {
     /// The form in which chunks are stored while they sleep.
     pub form: SleepForm,
     /// The maximum amount of host memory, in bytes. `None` means as much as the chunk pool has on the device.
     /// This memory is allocated all at once, unless chunks are compressed.
     pub memory: Option<usize>,
+    /// After each step, a few chunks move if these thresholds ask for it: the coldest ones to host memory when the
+    /// device fills, the coldest ones out of host memory when that fills, and hot ones back to the device. A disk
+    /// stores chunks when they are computed, so a chunk that leaves host memory is found there.
+    pub thresholds: TierThresholds,
 }
 
 impl Default for EngineConfig {

@@ -59,7 +59,7 @@ pub(crate) struct RequestOutput {
     /// The number of document tokens that were recomputed.
     num_recomputed_tokens: usize,
     /// For each document, the reason why it was not found, such as `"new"`, `"evicted"` or `"slower"`. `None` for
-    /// a document that was found, and without a disk.
+    /// a document that was found, and with full attention.
     missed: Vec<Option<&'static str>>,
     /// The time to the first token, in seconds.
     ttft: f64,

@@ -2,7 +2,18 @@
 
 import pytest
 from kvcache.vllm.gate.compare import Answer, compare
-from kvcache.vllm.gate.verdict import ORDINARY, Finding, Limits, Paired, Row, as_json, caution, judge, table
+from kvcache.vllm.gate.verdict import (
+    NOTHING_SAVED,
+    ORDINARY,
+    Finding,
+    Limits,
+    Paired,
+    Row,
+    as_json,
+    caution,
+    judge,
+    table,
+)
 
 
 def row(recompute: str, right: int, seconds: float, asked: int = 100, **more: str) -> Row:
@@ -20,6 +31,14 @@ def test_the_cheapest_setting_within_the_limit_is_chosen() -> None:
     assert judge([], some(), "alone", Limits(loss=0.01)).recompute == "question:0.5"
     assert judge([], some(), "alone", Limits(loss=0.2)).recompute == "none"
     assert judge([], [some()[0], some()[3], some()[2]], "alone", Limits()).recompute == "link:16", "whatever the order"
+
+
+def test_a_setting_that_saves_no_time_is_named_with_a_warning() -> None:
+    rows = [some()[0], some()[1], row("question:0.5", 60, 1.25)]
+    verdict = judge([], rows, "alone", Limits())
+    assert verdict.recompute == "question:0.5"
+    assert "0.8 times as fast" in verdict.sentence and verdict.sentence.endswith(NOTHING_SAVED)
+    assert NOTHING_SAVED not in judge([], some(), "alone", Limits()).sentence
 
 
 def test_a_setting_that_loses_too_much_or_is_refused_is_not_chosen() -> None:

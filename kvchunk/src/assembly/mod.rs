@@ -88,7 +88,7 @@ pub struct ChunkReport {
     pub position: i64,
     /// The distance from the stored position to the position where the chunk is used.
     pub offset: i64,
-    /// The reason why the first piece that was not found was not found, if a disk was asked.
+    /// The reason why the first piece that had to be computed was not found. `None` without a chunk cache.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub missed: Option<MissReason>,
 }

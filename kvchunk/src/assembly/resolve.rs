@@ -13,6 +13,7 @@ use crate::error::Result;
 use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece};
 use crate::position::{ChunkPlace, PositionPlan, PositionReindexer};
 use crate::prompt::ChunkedPrompt;
+use crate::tier::MissReason;
 
 /// Returns a chunk's hasher: its own, or the one of all chunks.
 fn hasher_of(hashers: &[ChunkHasher], chunk: usize) -> &ChunkHasher {
@@ -208,7 +209,7 @@ impl Assembler<'_> {
             Acquired::NoRoom => self.private(assembly, piece, stored_start)?,
         };
         let missed = &mut assembly.chunks[chunk].missed;
-        *missed = missed.or_else(|| self.fetched?.reason(&piece.hash().key));
+        *missed = missed.or_else(|| self.why_missing(piece));
         let own = OwnPiece {
             evidence: piece.evidence(),
             piece: computed.clone(),
@@ -219,6 +220,14 @@ impl Assembler<'_> {
         assembly.chunks[chunk].hit = false;
         assembly.add_input(self.reindexer, chunk, slots, piece.tokens())?;
         Ok(true)
+    }
+
+    /// Returns why a piece that is to be computed was not found: as the disk says, or the cache if the disk
+    /// does not know the piece.
+    fn why_missing(&self, piece: &ChunkPiece<'_>) -> Option<MissReason> {
+        let of_disk = self.fetched.and_then(|fetched| fetched.reason(&piece.hash().key));
+        let of_cache = || self.chunks.map(|cache| cache.why_missing(self.tenant.id(), piece));
+        of_disk.filter(|reason| *reason != MissReason::New).or_else(of_cache)
     }
 
     /// Allocates blocks of the main pool for a piece that is computed only for this request.

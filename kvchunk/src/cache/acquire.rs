@@ -10,6 +10,7 @@ use super::tenant::TenantId;
 use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache};
 use crate::hash::ChunkPiece;
 use crate::position::{PlacedPiece, PositionReindexer};
+use crate::tier::MissReason;
 
 impl ChunkCacheManager {
     /// Looks up a piece for a tenant, and reserves room for it if it is missing. If this request must compute
@@ -108,6 +109,12 @@ impl ChunkCacheManager {
     /// Returns whether the piece is stored. The piece may be asleep.
     pub(crate) fn contains(&self, piece: &ChunkPiece<'_>) -> bool {
         self.0.lock().find(piece).is_some()
+    }
+
+    /// Returns why a piece is not stored, as far as the tenant's own pieces tell.
+    pub(crate) fn why_missing(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> MissReason {
+        let state = self.0.lock();
+        state.why_missing(state.known(tenant), piece)
     }
 
     // Decision: docs/decisions/chunks.md#a-hold-counts-as-a-hit-when-it-is-used

@@ -7,6 +7,7 @@ use kvcore::{BlockId, BlockKey, MutableBlocks, SharedBlocks, SlotMapping, WriteP
 
 use super::SharedCache;
 use super::flight::Flight;
+use super::heat::Heat;
 use super::state::{AwakePiece, PieceMemory, StoredPiece};
 use super::tenant::TenantId;
 use crate::error::Result;
@@ -210,6 +211,7 @@ impl SharedCache {
                     awake_since: now,
                     last_accessed: now,
                     access_count: 0,
+                    heat: Heat::first(now),
                 });
                 (Some(slot), generation)
             }

@@ -36,6 +36,7 @@ use crate::sleep::{SleepStore, Sleeping};
 mod acquire;
 mod flight;
 mod goals;
+mod heat;
 mod hold;
 mod index;
 mod metrics;
@@ -154,7 +155,7 @@ impl std::ops::DerefMut for LockedState<'_> {
 }
 
 /// A snapshot of a stored piece.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ChunkInfo {
     /// The piece's hash, with its token and block counts.
     pub chunk_hash: ChunkHash,
@@ -167,6 +168,9 @@ pub struct ChunkInfo {
     /// The number of times the piece has been held since it was stored, including holds that a prompt did not
     /// use.
     pub access_count: u64,
+    /// A measure of how often the piece was used lately, from 0 to 1: `1 − 2^−u` after `u` uses, of which each
+    /// counts half as much every ten minutes. Storing the piece is its first use.
+    pub heat: f64,
     /// Milliseconds since the piece was stored.
     pub age_ms: u64,
     /// Milliseconds since the piece was last held.
@@ -282,6 +286,12 @@ impl ChunkCacheManager {
         state.evict_fullest(now) || state.evict_sleeper(|_| true)
     }
 
+    /// Evicts the given pieces if they are asleep, and returns the number of evicted pieces.
+    pub fn discard_sleeping_chunks(&self, hashes: &[ChunkHash]) -> usize {
+        let mut state = self.0.lock();
+        hashes.iter().filter(|hash| state.evict_if_asleep(hash)).count()
+    }
+
     /// Removes every stored piece. A held piece is freed when its last hold is dropped, and counts towards
     /// its tenant's quota until then. A piece that is being computed is still stored when it is ready.
     pub fn clear(&self) {
@@ -320,6 +330,7 @@ impl ChunkCacheManager {
             cached_position_start: entry.stored_start,
             ref_count: entry.holders,
             access_count: entry.access_count,
+            heat: entry.heat.now(now),
             age_ms: now.saturating_sub(entry.created),
             idle_ms: now.saturating_sub(entry.last_accessed),
             asleep: !matches!(entry.memory, PieceMemory::Awake(_)),

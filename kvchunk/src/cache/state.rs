@@ -1,16 +1,20 @@
 //! The part of a chunk cache that is protected by its lock: the pieces, their holders and the eviction order.
 
 use std::collections::HashMap;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks, SleepingBlocks};
+use kvtier::RecordNote;
 
 use super::flight::Flight;
+use super::heat::Heat;
 use super::index::{ChunkHashIndex, Indexed};
 use super::tenant::{Account, TenantId};
 use crate::hash::{ChunkHash, ChunkPiece, PieceEvidence};
 use crate::pool::ChunkBlockPool;
 use crate::sleep::{SavedPiece, Sleeping};
+use crate::tier::MissReason;
 
 /// The memory state of a stored piece.
 #[derive(Debug)]
@@ -53,11 +57,17 @@ pub(crate) struct StoredPiece {
     pub(crate) awake_since: u64,
     pub(crate) last_accessed: u64,
     pub(crate) access_count: u64,
+    pub(crate) heat: Heat,
 }
 
 impl StoredPiece {
     pub(crate) fn is_evictable(&self) -> bool {
         self.holders == 0 && matches!(self.memory, PieceMemory::Awake(_))
+    }
+
+    /// Returns a digest of the tokens that does not depend on the context.
+    fn text(&self) -> Option<NonZeroU64> {
+        RecordNote::text_of(self.evidence.tokens())
     }
 }
 
@@ -148,6 +158,18 @@ impl CacheState {
         self.index.at(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
     }
 
+    /// Returns why a piece is not stored, as far as the tenant's own pieces tell.
+    pub(crate) fn why_missing(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> MissReason {
+        let known = &self.accounts[tenant.0 as usize].known;
+        if known.was_evicted(&piece.hash().key) {
+            MissReason::Evicted
+        } else if known.keys_of(RecordNote::text_of(piece.tokens())).is_empty() {
+            MissReason::New
+        } else {
+            MissReason::OtherContext
+        }
+    }
+
     // Decision: docs/decisions/chunks.md#chunks-of-another-system-prompt-move-forward-only
     /// Returns the slot of the latest piece that has the same tokens, with any system prompt, if it is awake
     /// and stored at or before `stored_start`. Such a piece only moves forward, so no query is rotated to a
@@ -178,6 +200,7 @@ impl CacheState {
         }
         entry.holders += 1;
         entry.access_count += 1;
+        entry.heat.touch(now);
         entry.last_accessed = now;
         Some((entry, awake))
     }
@@ -231,9 +254,12 @@ impl CacheState {
             PieceMemory::Awake(awake) => Some(awake.number),
             PieceMemory::Moving(_) | PieceMemory::Asleep(_) => None,
         };
+        let (text, key) = (entry.text(), entry.hash.key);
         let slot = self.index.insert(entry);
+        let account = self.account(tenant);
+        account.known.insert(text, key);
         if let Some(number) = number {
-            self.account(tenant).order.assign(number, slot);
+            account.order.assign(number, slot);
         }
         (slot, generation)
     }
@@ -255,6 +281,7 @@ impl CacheState {
         let Some(entry) = self.index.remove(slot) else { return false };
         let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
         let account = &mut self.accounts[tenant.0 as usize];
+        account.known.remove(entry.text(), &entry.hash.key);
         match entry.memory {
             PieceMemory::Awake(awake) => {
                 account.order.retire(awake.number);
@@ -289,11 +316,13 @@ impl CacheState {
 
     /// Evicts a tenant's next piece. Returns false if the tenant has no evictable piece.
     pub(crate) fn evict(&mut self, tenant: TenantId, now: u64) -> bool {
-        let account = self.account(tenant);
+        let account = &mut self.accounts[tenant.0 as usize];
         let Some(slot) = account.order.evict(now) else { return false };
         account.counted.evictions += 1;
-        let blocks = self.index.at(slot).map_or(0, |entry| entry.hash.num_blocks);
-        self.account(tenant).idle -= blocks;
+        if let Some(entry) = self.index.at(slot) {
+            account.idle -= entry.hash.num_blocks;
+            account.known.evicted(&entry.hash.key);
+        }
         self.forget(slot)
     }
 
@@ -329,9 +358,19 @@ impl CacheState {
     pub(crate) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
         let sleeps = |entry: &StoredPiece| matches!(entry.memory, PieceMemory::Asleep(_)) && of(entry.tenant);
         let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
-        let longest = sleepers.map(|(slot, entry)| (entry.last_accessed, slot, entry.tenant)).min();
-        let Some((_, slot, tenant)) = longest else { return false };
-        self.account(tenant).counted.evictions += 1;
+        let longest = sleepers.min_by_key(|(slot, entry)| (entry.last_accessed, *slot));
+        let Some(hash) = longest.map(|(_, entry)| entry.hash) else { return false };
+        self.evict_if_asleep(&hash)
+    }
+
+    /// Evicts the piece with this hash if it is asleep. Returns false otherwise.
+    pub(crate) fn evict_if_asleep(&mut self, hash: &ChunkHash) -> bool {
+        let Some(slot) = self.index.slot_of(&hash.key) else { return false };
+        let sleeps = |entry: &&StoredPiece| matches!(entry.memory, PieceMemory::Asleep(_));
+        let Some(entry) = self.index.at(slot).filter(sleeps) else { return false };
+        let account = &mut self.accounts[entry.tenant.0 as usize];
+        account.counted.evictions += 1;
+        account.known.evicted(&hash.key);
         self.remove(slot)
     }
 

@@ -1,6 +1,7 @@
 //! Tenants: the owners of pieces, their quotas, and the order in which their pieces are evicted.
 
 use kvcore::{BlockKey, EvictionPolicy, PolicyEntry, PolicyKind};
+use kvtier::KnownKeys;
 
 use super::metrics::ChunkCacheMetrics;
 
@@ -86,14 +87,16 @@ pub(crate) struct Account {
     pub(crate) sleeping_bytes: usize,
     /// The tenant's counts. Gauges are filled in when the metrics are read.
     pub(crate) counted: ChunkCacheMetrics,
+    /// What is known about the tenant's pieces that are not found.
+    pub(crate) known: KnownKeys,
 }
 
 impl Account {
     pub(crate) fn new(tenant: Tenant, pool_blocks: usize, max_chunks: usize, policy: PolicyKind) -> Self {
         let quota = tenant.max_blocks.map_or(pool_blocks, |most| most.min(pool_blocks));
         let order = Order::new(policy, pool_blocks.min(max_chunks));
-        let counted = ChunkCacheMetrics::default();
-        Self { tenant, quota, used: 0, idle: 0, order, sleeping_bytes: 0, counted }
+        let (counted, known) = (ChunkCacheMetrics::default(), KnownKeys::default());
+        Self { tenant, quota, used: 0, idle: 0, order, sleeping_bytes: 0, counted, known }
     }
 
     /// Returns the fraction of the quota in use.

@@ -9,6 +9,7 @@ use crate::cache::{
     AwakePiece, CacheState, ChunkCacheManager, Flight, PieceMemory, SharedCache, StoredPiece, TenantId,
 };
 use crate::error::{Error, Result};
+use crate::hash::ChunkHash;
 
 impl ChunkCacheManager {
     /// Puts the pieces that are cold according to `rule` to sleep, and returns the number of pieces that were
@@ -32,15 +33,43 @@ impl ChunkCacheManager {
         self.sleep_cold_where(rule, |of| of == tenant)
     }
 
+    /// Puts the given pieces to sleep, and returns the number of pieces that were put to sleep. Pieces that are
+    /// held, asleep or unknown are skipped.
+    ///
+    /// # Errors
+    /// Returns the errors of [`sleep_cold_chunks`](Self::sleep_cold_chunks).
+    pub fn sleep_chunks(&self, hashes: &[ChunkHash]) -> Result<usize> {
+        let slots = {
+            let state = self.0.lock();
+            hashes
+                .iter()
+                .filter_map(|hash| Some((state.index.slot_of(&hash.key)?, hash.key)))
+                .collect::<Vec<_>>()
+        };
+        let each = slots.into_iter();
+        self.sleep_each(
+            each.map(|(slot, key)| (slot, move |entry: &StoredPiece, _, _| entry.hash.key == key)),
+        )
+    }
+
     fn sleep_cold_where(&self, rule: ColdRule, of: impl Fn(TenantId) -> bool) -> Result<usize> {
+        let slots = self.0.lock().index.slots();
+        let is_cold = |entry: &StoredPiece, awake, idle| {
+            of(entry.tenant) && rule.is_cold(awake, idle, entry.access_count)
+        };
+        self.sleep_each((0..slots).map(|slot| (slot, &is_cold)))
+    }
+
+    /// Puts the pieces to sleep that are in one of these slots and are cold according to the slot's rule.
+    fn sleep_each<F: Fn(&StoredPiece, Duration, Duration) -> bool>(
+        &self,
+        slots: impl Iterator<Item = (u32, F)>,
+    ) -> Result<usize> {
         let store = self.0.sleep.as_ref().ok_or(Error::NoSleep)?;
         let now = self.0.clock.millis();
-        let slots = self.0.lock().index.slots();
         let mut slept = 0;
-        for slot in 0..slots {
-            match self.0.sleep_slot(slot, now, store.as_ref(), |entry, awake, idle| {
-                of(entry.tenant) && rule.is_cold(awake, idle, entry.access_count)
-            }) {
+        for (slot, is_cold) in slots {
+            match self.0.sleep_slot(slot, now, store.as_ref(), is_cold) {
                 Ok(true) => slept += 1,
                 Ok(false) => {}
                 Err(error) if slept == 0 => return Err(error),

@@ -29,7 +29,6 @@ use parking_lot::{Condvar, Mutex, RwLock};
 mod cells;
 mod geometry;
 mod inspect;
-mod known;
 mod load;
 mod open;
 mod order;

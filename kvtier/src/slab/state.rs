@@ -6,9 +6,9 @@ use kvcore::BlockKey;
 
 use super::cells::CellSet;
 use super::geometry::Geometry;
-use super::known::Known;
 use super::order::Order;
 use super::table::{Listed, Table};
+use crate::known::KnownKeys;
 use crate::record::{CellRun, Header, RecordNote};
 
 /// The fraction of a slab's cells that a checkpoint opens.
@@ -40,7 +40,7 @@ pub(super) struct SlabState {
     geometry: Geometry,
     records: HashMap<BlockKey, Entry>,
     order: Order,
-    pub(super) known: Known,
+    pub(super) known: KnownKeys,
     /// Free cells that may be written now.
     open: CellSet,
     /// Free cells that the next checkpoint may open.
@@ -61,7 +61,7 @@ impl SlabState {
             geometry,
             records: HashMap::new(),
             order: Order::default(),
-            known: Known::default(),
+            known: KnownKeys::default(),
             open: CellSet::default(),
             closed,
             quarantined: 0,

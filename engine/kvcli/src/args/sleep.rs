@@ -3,13 +3,14 @@
 use clap::Args;
 use kvchunk::SleepForm;
 use kvengine::ChunkSleep;
+use kvmanager::TierThresholds;
 
 use super::at_least_one;
 
 /// Options for sleeping documents, shared by all commands that reuse documents.
 #[derive(Debug, Args)]
 pub(crate) struct SleepArgs {
-    /// Move documents to host memory when no prompt needs them, and back on a hit. The form is plain
+    /// Move documents to host memory when the device fills, and back on a hit. The form is plain
     /// (unchanged), compressed (without loss), or a format with fewer bits (int8, int4, fp8-e4m3 or fp8-e5m2,
     /// as for --dtype). With fewer bits, the error of later hits is unbounded.
     #[arg(long, value_name = "FORM", value_parser = form)]
@@ -19,6 +20,12 @@ pub(crate) struct SleepArgs {
     /// device.
     #[arg(long, value_name = "MIB", requires = "chunk_sleep", value_parser = at_least_one)]
     chunk_sleep_memory: Option<usize>,
+
+    /// When documents move: the share of the device's blocks in use above which the coldest documents go to host
+    /// memory, the share of host memory above which the coldest ones leave it, and the heat above which a document
+    /// comes back before a prompt asks for it. Two uses within four minutes make a heat above 0.7.
+    #[arg(long, value_name = "DEVICE,HOST,HEAT", requires = "chunk_sleep", default_value = "0.85,0.90,0.70")]
+    chunk_sleep_thresholds: TierThresholds,
 }
 
 impl SleepArgs {
@@ -30,7 +37,7 @@ impl SleepArgs {
     /// Returns the engine's setting, or `None` if documents do not sleep.
     pub(crate) fn config(&self) -> Option<ChunkSleep> {
         let memory = self.chunk_sleep_memory.map(|mib| mib.saturating_mul(1 << 20));
-        self.chunk_sleep.map(|form| ChunkSleep { form, memory })
+        self.chunk_sleep.map(|form| ChunkSleep { form, memory, thresholds: self.chunk_sleep_thresholds })
     }
 }
 

@@ -14,6 +14,7 @@ use super::fixed::fixed;
 use super::groups::grouped;
 use super::sequence_cache::SequenceCache;
 use super::sleep::{SleepMode, Slept};
+use super::tiers::ChunkTiers;
 use crate::config::{ChunkSleep, DEFAULT_KV_MEMORY, EngineConfig, PoolTag};
 use crate::error::{Error, Result};
 
@@ -25,8 +26,8 @@ pub(crate) struct Caches {
     pub(crate) sequences: Box<dyn SequenceCache>,
     /// The chunk cache. It exists only with a paged cache.
     chunks: Option<ChunkCacheManager>,
-    /// The store in which single chunks sleep.
-    chunk_sleep: Option<Arc<ArenaSleep>>,
+    /// The host memory in which single chunks sleep.
+    tiers: Option<ChunkTiers>,
     /// Sleep mode for whole pools, if they can sleep.
     mode: Option<Box<SleepMode>>,
 }
@@ -93,7 +94,7 @@ impl Caches {
             CacheKind::Grouped => Box::new(grouped(model, backend.as_ref(), config, clock)?),
             CacheKind::Static => Box::new(fixed(model, backend.as_ref(), config)?),
         };
-        Ok(Self { kind: config.cache, sequences, chunks: None, chunk_sleep: None, mode: None })
+        Ok(Self { kind: config.cache, sequences, chunks: None, tiers: None, mode: None })
     }
 
     /// Creates a paged cache and a chunk cache within the budget. There must be room for at least two blocks,
@@ -130,11 +131,11 @@ impl Caches {
         };
         let (for_main, for_chunks) = ChunkBlockPool::split(blocks as usize, config.chunks.memory_share)?;
         let on_device = for_chunks.len() * arena.layout().block_bytes();
-        let place = |ChunkSleep { form, memory }: ChunkSleep| {
+        let place = |ChunkSleep { form, memory, .. }: ChunkSleep| {
             let (backend, stream) = (Arc::clone(backend), Arc::clone(stream));
             ArenaSleep::new(backend, arena.clone(), stream, form, memory.unwrap_or(on_device)).map(Arc::new)
         };
-        let chunk_sleep = config.chunk_sleep.map(place).transpose()?;
+        let sleep = config.chunk_sleep.map(place).transpose()?;
         let watermark = config.scheduling.watermark.min(for_main.len() - 1);
         let settings =
             paged.pool().policy(config.cache_policy).chains(model.config().widest_window().is_none());
@@ -145,13 +146,15 @@ impl Caches {
         let main = PagedKvCache::new(arena, BlockPool::with_config(for_main, settings)?)?;
         let chunk_pool = BlockPool::with_config(for_chunks, paged.pool().clock(Arc::clone(clock)))?;
         let chunk_pool = ChunkBlockPool::over(chunk_pool, config.block_size)?;
-        let store = chunk_sleep.clone().map(|sleep| sleep as Arc<dyn SleepStore>);
+        let store = sleep.clone().map(|sleep| sleep as Arc<dyn SleepStore>);
         let chunks = ChunkCacheManager::build(config.chunks.clone(), chunk_pool, store, Arc::clone(clock))?;
         Ok(Self {
             kind: CacheKind::Paged,
             sequences: one_group(model, main)?,
             chunks: Some(chunks),
-            chunk_sleep,
+            tiers: sleep
+                .zip(config.chunk_sleep)
+                .map(|(store, config)| ChunkTiers::new(store, config.thresholds)),
             mode,
         })
     }
@@ -183,7 +186,7 @@ impl Caches {
             kind: CacheKind::Paged,
             sequences: one_group(model, main)?,
             chunks: self.chunks.clone(),
-            chunk_sleep: self.chunk_sleep.clone(),
+            tiers: self.tiers.clone(),
             mode: None,
         })
     }
@@ -211,6 +214,14 @@ impl Caches {
         self.chunks.as_ref()
     }
 
+    /// Moves a few chunks between device and host memory if their thresholds ask for it. `now` is the time in
+    /// milliseconds.
+    pub(crate) fn tend(&mut self, now: u64) {
+        if let (Some(tiers), Some(chunks)) = (&mut self.tiers, &self.chunks) {
+            tiers.tend(chunks, now);
+        }
+    }
+
     pub(crate) fn report(&self) -> CacheReport {
         let bytes = |arena: &KvArena| arena.storages().map(|storage| storage.len()).sum::<usize>();
         let group = |&(kind, ref group): &(GroupKind, PagedKvCache)| {
@@ -226,7 +237,7 @@ impl Caches {
             groups: if self.kind == CacheKind::Grouped { groups } else { Vec::new() },
             chunks: chunks.map(|chunks| chunks.pool().blocks().counts()),
             chunk_cache: chunks.map(ChunkCacheManager::metrics),
-            chunk_sleep: self.chunk_sleep.as_ref().map(|sleep| sleep.usage()),
+            chunk_sleep: self.tiers.as_ref().map(ChunkTiers::usage),
             swapped: None,
         }
     }

@@ -16,6 +16,7 @@ mod groups;
 mod pinned;
 mod sequence_cache;
 mod sleep;
+mod tiers;
 
 pub use caches::{CacheReport, GroupReport};
 pub use pinned::PinnedPrompt;

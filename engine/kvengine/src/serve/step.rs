@@ -66,6 +66,7 @@ impl Scheduler {
             }
         }
         self.remove_ended(runner);
+        runner.caches.tend(runner.setup.clock.millis());
         let in_model = self.times.model.saturating_sub(before);
         self.times.engine += started.elapsed().saturating_sub(in_model);
         if tokens == 0 {

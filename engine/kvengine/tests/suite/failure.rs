@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use kvchunk::{ColdRule, Recompute, ReuseCell, SleepForm};
 use kvengine::{ChunkSleep, Engine, EngineConfig, Generation, PromptTokens, Request};
+use kvmanager::TierThresholds;
 use rstest::rstest;
 
 use crate::common::{Golden, distance, load_model, reordered};
@@ -25,7 +26,8 @@ enum Case {
 }
 
 fn engine(name: &str, case: Case, backend: Arc<Faulty>) -> Engine {
-    let sleep = ChunkSleep { form: SleepForm::Compressed, memory: None };
+    let sleep =
+        ChunkSleep { form: SleepForm::Compressed, memory: None, thresholds: TierThresholds::default() };
     let config = EngineConfig {
         block_size: 4,
         kv_memory: Some(1 << 20),

@@ -29,6 +29,7 @@ mod numbers;
 mod outgrown;
 mod panics;
 mod questions;
+mod reasons;
 mod recompute;
 mod replicas;
 mod retention;
@@ -38,6 +39,7 @@ mod sharing;
 mod sleep_mode;
 mod sleeping;
 mod sparse;
+mod tiers;
 mod unrotated;
 mod views;
 #[cfg(feature = "wgpu")]

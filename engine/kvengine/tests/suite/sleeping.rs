@@ -5,6 +5,7 @@ use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{ColdRule, ReuseCell, SleepForm, Tenant};
 use kvcore::{CacheKind, PoolCounts};
 use kvengine::{CacheReport, ChunkSleep, Engine, EngineConfig, Generation, PromptTokens, Request};
+use kvmanager::TierThresholds;
 use rstest::rstest;
 
 use crate::asking::{ask, ask_three, hits};
@@ -15,7 +16,10 @@ fn config(format: &str, sleep: Option<(&str, Option<usize>)>) -> EngineConfig {
         kv_format: format.parse().unwrap(),
         block_size: 4,
         kv_memory: Some(1 << 18),
-        chunk_sleep: sleep.map(|(form, memory)| ChunkSleep { form: form.parse().unwrap(), memory }),
+        chunk_sleep: sleep.map(|(form, memory)| {
+            let (form, thresholds) = (form.parse().unwrap(), TierThresholds::default());
+            ChunkSleep { form, memory, thresholds }
+        }),
         ..EngineConfig::default()
     }
 }

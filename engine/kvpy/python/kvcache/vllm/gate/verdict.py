@@ -63,6 +63,10 @@ class Limits:
     """The loss that a verdict must rule out (95 %, one-sided) if no answer at all is lost."""
 
 
+NOTHING_SAVED = "That saves no time here. Measure again on an idle machine, or with more notes (--notes)."
+"""What a verdict adds if the setting that it names is slower than ordinary attention."""
+
+
 def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: Limits) -> Verdict:
     """Chooses the fastest setting to the first token whose loss of right answers is within the limit."""
     broken = [finding for finding in findings if finding.fault]
@@ -91,12 +95,14 @@ def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: L
         paired = Paired.of(ordinary.right, row.right)
         # Rounded as printed, so the verdict agrees with the table.
         if round(100 * paired.loss, 6) <= round(100 * limits.loss, 6):
+            faster = ordinary.mean_seconds() / row.mean_seconds()
+            saved = "" if faster > 1 else f" {NOTHING_SAVED}"
             return Verdict(
                 True,
                 row.recompute,
                 f'Use chunk_recompute "{row.recompute}" with chunk_mode "{mode}": it is the cheapest setting that loses at most '
                 f"{100 * limits.loss:g} of a hundred right answers here ({sum(row.right)} of {asked} right, ordinary attention {right}), "
-                f"and the first token arrives {ordinary.mean_seconds() / row.mean_seconds():.1f} times as fast.",
+                f"and the first token arrives {faster:.1f} times as fast.{saved}",
             )
     return Verdict(
         False,

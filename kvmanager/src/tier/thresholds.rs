@@ -1,6 +1,8 @@
 //! Thresholds for offloading blocks and for prefetching them. This module makes decisions, but does not move
 //! blocks.
 
+use std::str::FromStr;
+
 use crate::error::too_large;
 use crate::{Error, Result};
 
@@ -39,6 +41,20 @@ impl Default for TierThresholds {
     /// with a heat above 0.7 are prefetched.
     fn default() -> Self {
         Self { device_offload: 0.85, host_offload: 0.90, prefetch: 0.70 }
+    }
+}
+
+impl FromStr for TierThresholds {
+    type Err = String;
+
+    /// Reads three numbers, as in `0.85,0.90,0.70`: the thresholds for offloading from the device, for offloading
+    /// from the host, and for prefetching.
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let numbers: Option<Vec<f64>> = text.split(',').map(|number| number.trim().parse().ok()).collect();
+        let Some(&[device, host, prefetch]) = numbers.as_deref() else {
+            return Err(format!("{text:?} is not three numbers, as in 0.85,0.90,0.70"));
+        };
+        Self::new(device, host, prefetch).map_err(|error| error.to_string())
     }
 }
 
@@ -142,6 +158,16 @@ mod tests {
             assert_eq!(at(share), Ok(0), "{used} of {total}");
             assert_eq!(at(share.next_down()), Ok(1), "{used} of {total}");
         }
+    }
+
+    #[test]
+    fn thresholds_are_read_from_text() {
+        assert_eq!("0.85,0.90, 0.7".parse(), Ok(TierThresholds::default()));
+        assert_eq!("0,1,0.5".parse(), Ok(TierThresholds::new(0.0, 1.0, 0.5).unwrap()));
+        for bad in ["", "0.85", "0.85,0.9", "0.85,0.9,0.7,0.1", "0.85,0.9,", "0.85;0.9;0.7", "high,0.9,0.7"] {
+            assert!(bad.parse::<TierThresholds>().unwrap_err().contains("three numbers"), "{bad}");
+        }
+        assert!("0.85,1.1,0.7".parse::<TierThresholds>().unwrap_err().contains("host_offload is 1.1"));
     }
 
     #[test]

@@ -1,0 +1,112 @@
+//! Documents fall from the device to host memory and to a disk as these fill, and come back.
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkedPrompt, LoadRule, ReuseCell, SleepForm};
+use kvengine::{ChunkSleep, Engine, EngineConfig, Generation, PromptTokens, Request};
+use kvmanager::TierThresholds;
+use kvtier::SlabConfig;
+use std::time::Duration;
+
+use crate::common::load_model;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Creates an engine with room for a few documents on the device, and for as many in host memory.
+fn small(sleeps: bool) -> Engine {
+    let sleep = ChunkSleep { form: SleepForm::Plain, memory: None, thresholds: TierThresholds::default() };
+    let config = EngineConfig {
+        block_size: 4,
+        kv_memory: Some(1 << 17),
+        chunk_sleep: sleeps.then_some(sleep),
+        ..EngineConfig::default()
+    };
+    Engine::new(load_model("llama"), CpuBackend::new(), b"t", &config).unwrap()
+}
+
+fn document(number: u32) -> ChunkedPrompt {
+    let tokens = (0..9).map(|i| 3 + (number * 7 + i * (number % 11 + 1)) % 45).collect();
+    ChunkedPrompt::new(vec![1, 2], vec![tokens], vec![4]).unwrap()
+}
+
+fn ask(engine: &mut Engine, number: u32) -> Generation {
+    let request = Request {
+        cell: ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        max_new_tokens: 3,
+        ..Request::new(PromptTokens::Chunked(document(number)))
+    };
+    let answer = engine.generate(&request, &mut ()).unwrap();
+    engine.check_invariants().unwrap();
+    answer
+}
+
+/// Asks about as many documents as the device has room for, and half as many more. Returns their number.
+fn fill(engine: &mut Engine) -> u32 {
+    let blocks = engine.report().chunks.unwrap().total;
+    let count = (blocks / 3 * 3 / 2) as u32;
+    for number in 0..count {
+        ask(engine, number);
+        let blocks = engine.report().chunks.unwrap();
+        if engine.report().chunk_sleep.is_some() {
+            let used = blocks.total - blocks.free;
+            assert!(used * 100 <= blocks.total * 85, "{used} of {} after {number}", blocks.total);
+        }
+    }
+    count
+}
+
+#[test]
+fn documents_that_the_device_has_no_room_for_are_found_in_host_memory() {
+    let (mut tiered, mut plain) = (small(true), small(false));
+    let count = fill(&mut tiered);
+    assert_eq!(fill(&mut plain), count);
+    let evicted = plain.chunks().unwrap().metrics().evictions;
+    assert!(evicted > 0 && tiered.chunks().unwrap().metrics().evictions == 0);
+    let asleep = tiered.report().chunk_sleep.unwrap().pieces;
+    assert!(asleep > 0);
+    let (found, computed) = (ask(&mut tiered, 0), ask(&mut plain, 0));
+    assert_eq!((found.chunks[0].hit, computed.chunks[0].hit), (true, false));
+    assert_eq!((found.tokens, found.logits), (computed.tokens, computed.logits), "the same bits");
+    assert!(tiered.chunks().unwrap().metrics().woken > 0);
+}
+
+#[test]
+fn documents_that_host_memory_has_no_room_for_are_found_on_the_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut engine = small(true);
+    let config = SlabConfig { limit: 8 << 20, cell_bytes: 8 << 10, ..SlabConfig::default() };
+    engine.open_disk(folder.path(), config).unwrap();
+    engine.load_from_disk(LoadRule::Always(PATIENCE));
+    let first = ask(&mut engine, 0);
+    let mut number = 0;
+    while engine.chunks().unwrap().metrics().evictions == 0 {
+        number += 1;
+        assert!(number < 1000, "host memory never fills");
+        ask(&mut engine, number);
+        assert!(engine.disk().unwrap().flush(PATIENCE));
+    }
+    let (before, computed) =
+        (engine.disk().unwrap().usage().hits, engine.chunks().unwrap().metrics().tokens_computed);
+    let again = ask(&mut engine, 0);
+    assert_eq!((again.chunks[0].hit, engine.disk().unwrap().usage().hits), (true, before + 1));
+    assert_eq!((again.tokens, again.logits), (first.tokens, first.logits));
+    assert_eq!(engine.chunks().unwrap().metrics().tokens_computed, computed);
+    // The latest one is on the device, and the one before the evicted ones in host memory.
+    assert!(ask(&mut engine, number).chunks[0].hit && ask(&mut engine, number / 2).chunks[0].hit);
+    assert_eq!(engine.disk().unwrap().usage().hits, before + 1);
+}
+
+#[test]
+fn a_hot_document_is_back_on_the_device_after_a_step() {
+    let mut engine = small(true);
+    ask(&mut engine, 0);
+    ask(&mut engine, 0);
+    let chunks = engine.chunks().unwrap().clone();
+    assert_eq!(chunks.sleep_cold_chunks(kvchunk::ColdRule::EVERYTHING), Ok(1));
+    while engine.report().chunk_sleep.unwrap().pieces > 0 {
+        // The clock of the engine says when pieces are looked through again.
+        ask(&mut engine, 1);
+    }
+    assert_eq!(chunks.metrics().woken, 1);
+    assert!(ask(&mut engine, 0).chunks[0].hit);
+    assert_eq!(chunks.metrics().woken, 1);
+}
