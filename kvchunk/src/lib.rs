@@ -125,4 +125,6 @@ pub use replica::{
 };
 pub use scaling::ContextScaling;
 pub use sleep::{ArenaSleep, ColdRule, NotWoken, PoolSleep, SleepForm, SleepStore, SleepUsage, Sleeping};
-pub use tier::{BeganFetch, LoadRule, MissReason, PrefillRate, TierFetch, TierLink, TierMetrics};
+pub use tier::{
+    Adopted, Adoption, BeganFetch, LoadRule, MissReason, PrefillRate, TierFetch, TierLink, TierMetrics,
+};

@@ -30,6 +30,34 @@ pub enum Error {
         /// The folder.
         path: PathBuf,
     },
+    /// The path is no regular file.
+    #[error("{path} is not a regular file; name a file that was saved")]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+    },
+    /// The file has no records of this version.
+    #[error("{path} contains no records of this version; save the prompt again")]
+    NoRecords {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The file was written for another model, tokenizer or format.
+    #[error(
+        "{path} was saved with another model, tokenizer or format; use the same ones, or save the prompt again"
+    )]
+    OtherScope {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The bytes of a file are not those that were written.
+    #[error("{path} is damaged at byte {offset}; save the prompt again")]
+    DamagedFile {
+        /// The file.
+        path: PathBuf,
+        /// The start of the record that is damaged.
+        offset: u64,
+    },
     /// The limit is too small for the file's own tables and one record.
     #[error("a limit of {limit} bytes is too small for a disk tier; use at least {least} bytes")]
     LimitTooSmall {

@@ -29,6 +29,7 @@
 //! |---|---|
 //! | [`record`] | [`Record`]: the contents of a piece with everything that must match before they are used |
 //! | [`slab`] | [`Slab`]: a file of fixed size in which records survive the process |
+//! | `file` | [`RecordWriter`], [`RecordReader`]: a file of records to carry elsewhere |
 //! | [`io`] | [`DiskIo`]: positioned reads and writes of whole pages, many at a time, with `io_uring` or threads |
 
 #![deny(unsafe_code)]
@@ -38,9 +39,11 @@ pub mod record;
 pub mod slab;
 
 mod error;
+mod file;
 mod known;
 
 pub use error::{Error, Result};
+pub use file::{RecordReader, RecordWriter};
 pub use io::{DiskIo, FileIo, IoChoice, IoWay};
 pub use known::KnownKeys;
 pub use record::{Record, RecordId, RecordNote};

@@ -322,6 +322,19 @@ impl Header {
         if same && same_tokens { Ok(buffers) } else { Err(PayloadFault::Differs) }
     }
 
+    /// Reads the record whose payload this is, if the payload is undamaged.
+    pub(crate) fn read_record(&self, payload: &[u8]) -> Option<Record> {
+        let Payload { label, tokens, buffers } = self.payload(std::iter::once(payload))?;
+        let (tokens, _) = tokens.as_chunks::<4>();
+        let id = RecordId {
+            key: self.key,
+            tokens: tokens.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect(),
+            stored_start: self.stored_start,
+            label: String::from_utf8(label).ok()?.into(),
+        };
+        Some(Record { id, note: self.note, buffers })
+    }
+
     /// Returns the label if the payload in pieces of memory is undamaged.
     pub(crate) fn read_label<'a>(&self, from: impl Iterator<Item = &'a [u8]>) -> Option<String> {
         String::from_utf8(self.payload(from)?.label).ok()

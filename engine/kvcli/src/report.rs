@@ -16,6 +16,7 @@ use serde::Serialize;
 
 use crate::error::Result;
 use crate::memory::MemoryJson;
+use crate::run::PromptCacheJson;
 
 /// An answer, as written by `--json`.
 #[derive(Serialize)]
@@ -45,6 +46,8 @@ pub(crate) struct AnswerJson<'a> {
     sleep: Option<SleepJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
     disk: Option<SlabUsage>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    prompt_cache: Option<PromptCacheJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<ProfileReport>,
 }
@@ -161,7 +164,7 @@ impl fmt::Display for GraphsJson {
 
 /// Returns the JSON object for one answer.
 pub(crate) fn answer_json<'a>(
-    (text, read_back): (String, Option<ReadBackJson>),
+    (text, read_back, prompt_cache): (String, Option<ReadBackJson>, Option<PromptCacheJson>),
     generation: &'a Generation,
     cell: ReuseCell,
     engine: &Engine,
@@ -190,6 +193,7 @@ pub(crate) fn answer_json<'a>(
         graphs: GraphsJson::of(engine),
         sleep,
         disk: engine.disk().map(Slab::usage),
+        prompt_cache,
         profile: profiler.is_enabled().then(|| profiler.report()),
     }
 }

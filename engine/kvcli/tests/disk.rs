@@ -121,3 +121,51 @@ fn wrong_folders_sizes_and_documents_are_named() {
         fails(&["warm", lines.to_str().unwrap(), "--disk", folder], 1, said);
     }
 }
+
+#[test]
+fn a_prompt_is_kept_in_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("prompt.kv");
+    let ask = |more: &[&str]| {
+        let prompt = prompt(&[SYSTEM, A, B, "bora ?"]);
+        let options = ["--prompt-cache", file.to_str().unwrap(), "--recompute", "none", "--prompt", &prompt];
+        json(&[&options, more].concat())
+    };
+    let (first, second) = (ask(&[]), ask(&[]));
+    let [saved, restored] = [&first["prompt_cache"]["saved"], &second["prompt_cache"]["restored"]];
+    assert_eq!((&first["prompt_cache"]["restored"]["tokens"], &saved["tokens"]), (&0.into(), &restored["tokens"]));
+    assert_eq!((missed(&second), &second["tokens"]), (vec![Value::Null; 2], &first["tokens"]));
+    // With other settings, the prompt is computed, and the file replaced.
+    let other = ask(&["--dtype", "bf16"]);
+    assert_eq!((&other["prompt_cache"]["restored"]["tokens"], missed(&other)), (&0.into(), vec!["new".into(); 2]));
+    assert_eq!(missed(&ask(&["--dtype", "bf16"])), vec![Value::Null; 2]);
+    // So is a damaged one.
+    let mut bytes = fs::read(&file).unwrap();
+    let end = bytes.len() - 5000;
+    bytes[end] ^= 1;
+    fs::write(&file, bytes).unwrap();
+    assert_eq!(ask(&["--dtype", "bf16"])["tokens"], other["tokens"]);
+    assert_eq!(missed(&ask(&["--dtype", "bf16"])), vec![Value::Null; 2]);
+    // A text is never replaced.
+    let text = "notes that somebody has written";
+    fs::write(&file, text).unwrap();
+    fails(&["run", "--prompt-cache", file.to_str().unwrap(), "-p", "x"], 1, "contains no records");
+    assert_eq!(fs::read_to_string(&file).unwrap(), text);
+    fails(&["run", "--prompt-cache", folder.path().to_str().unwrap(), "-p", "x"], 1, "not a regular file");
+    fails(&["run", "--prompt-cache", "x", "--no-chunk-cache", "-p", "x"], 2, "--no-chunk-cache");
+}
+
+#[test]
+fn the_next_turn_of_a_conversation_continues_from_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("prompt.kv");
+    let ask = |prompt: &str| {
+        let options = ["--prompt-cache", file.to_str().unwrap(), "--block-size", "4", "--max-new-tokens", "12", "-p"];
+        json(&[&options[..], &[prompt]].concat())
+    };
+    let prompt = "alba is red . bora is blue . dora is green . alba ?";
+    let first = ask(prompt);
+    let next = ask(&format!("{prompt} {} . bora ?", first["text"].as_str().unwrap().trim()));
+    let cached = next["cached_tokens"].as_u64().unwrap();
+    assert!(cached >= first["prompt_tokens"].as_u64().unwrap() / 4 * 4, "{next}");
+}

@@ -16,7 +16,9 @@ use crate::config::{EngineConfig, PoolTag};
 use crate::error::{Error, Result};
 use crate::request::{FinishReason, Generation, PromptTokens, Request};
 use crate::runner::{CacheReport, PinnedPrompt, Runner, Slept};
-use crate::serve::{Answer, AnswerEvent, PreemptionCosts, Scheduler, Step, StepTimes};
+use crate::serve::{
+    Answer, AnswerEvent, PreemptionCosts, RestoredPrompt, SavedPrompt, Scheduler, Step, StepTimes,
+};
 
 /// An engine that runs requests on one backend.
 #[derive(Debug)]
@@ -213,6 +215,58 @@ impl Engine {
     /// Returns the errors of [`submit`](Self::submit) about the prompt itself.
     pub fn is_saved(&self, request: &Request) -> Result<bool> {
         crate::serve::is_saved(&self.runner, request)
+    }
+
+    /// Saves what the caches have of a prompt to a file, to be [restored](Self::restore_prompt) by another process with
+    /// the same model, tokenizer and settings. Of an ordinary prompt, these are its whole blocks; of a prompt in parts,
+    /// its system prompt, its decoys and its documents. To save an answer with its prompt, give a request whose prompt
+    /// ends with the answer. The file appears when it is complete, in place of an older one.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use kvbackend_cpu::CpuBackend;
+    /// use kvengine::{Engine, EngineConfig, PromptTokens};
+    /// use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
+    ///
+    /// let folder = tempfile::tempdir()?;
+    /// let file = folder.path().join("prompt.kv");
+    /// let engine = || -> Result<Engine, Box<dyn std::error::Error>> {
+    ///     let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
+    ///     Ok(Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?)
+    /// };
+    /// let mut first = engine()?;
+    /// let request = first.request(PromptTokens::Plain((0..40).collect()));
+    /// first.generate(&request, &mut ())?;
+    /// assert_eq!(first.save_prompt(&request, &file)?.tokens, 32); // two blocks of 16
+    ///
+    /// let mut second = engine()?;
+    /// second.restore_prompt(&file, None)?;
+    /// assert_eq!(second.generate(&request, &mut ())?.cached_tokens, 32);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// - Returns [`Error::NoChunks`] unless the cache is paged.
+    /// - Returns the errors of [`submit`](Self::submit) about the prompt itself, of the backend and of the file
+    ///   system. An older file stays.
+    pub fn save_prompt(&self, request: &Request, path: &Path) -> Result<SavedPrompt> {
+        crate::serve::save_prompt(&self.runner, request, path)
+    }
+
+    /// Puts the contents of a file that [`save_prompt`](Self::save_prompt) has written into the caches, where prompts
+    /// with the same parts find them. Documents count towards the quota of the tenant with this tag. What the caches
+    /// have no room for is counted.
+    ///
+    /// # Errors
+    /// - Returns [`kvtier::Error::OtherScope`] for a file of another model, tokenizer or format,
+    ///   [`kvtier::Error::DamagedFile`] for a damaged one, and other errors of [`kvtier::RecordReader`]. What was read
+    ///   before the damage is in the caches.
+    /// - Returns [`Error::NoChunks`] unless the cache is paged, [`kvchunk::Error::UnknownTenant`], and the errors of
+    ///   the backend.
+    pub fn restore_prompt(&mut self, path: &Path, tenant: Option<&str>) -> Result<RestoredPrompt> {
+        self.runner.caches.check_awake()?;
+        crate::serve::restore_prompt(&self.runner, path, tenant)
     }
 
     /// Sets the rule for loading from the [disk](Self::open_disk) instead of computing. Without a disk, nothing

@@ -54,5 +54,7 @@ pub use request::{
 };
 pub use runner::{CacheReport, GroupReport, PinnedPrompt, Slept};
 pub use sampling::Sampler;
-pub use serve::{Answer, AnswerEvent, PreemptionCosts, RequestId, Step, StepTimes};
+pub use serve::{
+    Answer, AnswerEvent, PreemptionCosts, RequestId, RestoredPrompt, SavedPrompt, Step, StepTimes,
+};
 pub use tuned::{DefaultReuse, TunedBy, TunedReuse};

@@ -403,12 +403,7 @@ impl Llm {
     /// Returns what the disk contains and has done, by name, or `None` without a disk.
     fn get_disk_stats(&self, py: Python<'_>) -> PyResult<Option<Py<PyDict>>> {
         let Some(TierMetrics { usage, .. }) = self.engine(py).disk_metrics() else { return Ok(None) };
-        let stats = PyDict::new(py);
-        let numbers = serde_json::to_value(usage).unwrap_or_default();
-        for (name, number) in numbers.as_object().into_iter().flatten() {
-            stats.set_item(name, number.as_u64())?;
-        }
-        Ok(Some(stats.unbind()))
+        Ok(Some(numbers(py, usage)?.unbind()))
     }
 
     /// Returns the disk's metrics in the text format of Prometheus, or an empty string without a disk.
@@ -417,8 +412,55 @@ impl Llm {
         metrics.map_or_else(String::new, |metrics| TierMetrics::prometheus(&[("disk", &metrics)]))
     }
 
+    /// Saves what the caches have of a prompt to a file: the whole blocks of an ordinary prompt, or the system prompt
+    /// and the documents of a prompt in parts. Returns the number of `tokens` that were saved, of tokens that are
+    /// `missing`, and of `bytes`. The prompt and `chat` are as for `generate`. For a model whose rotary embeddings
+    /// depend on the length, `max_tokens` must be the same as there.
+    #[pyo3(signature = (prompt, path, *, chat = false, max_tokens = 16))]
+    fn save_prompt<'py>(
+        &self,
+        py: Python<'py>,
+        prompt: &Bound<'py, PyAny>,
+        path: PathBuf,
+        chat: bool,
+        max_tokens: usize,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let prompt = self.prompt(&self.codec, prompt, chat)?;
+        let saved = py.detach(|| -> Result<_> {
+            let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+            let request = Request {
+                full_attention: !self.enabled,
+                max_new_tokens: max_tokens,
+                ..engine.request(prompt).reusing(&self.way)
+            };
+            Ok(engine.save_prompt(&request, &path)?)
+        })?;
+        numbers(py, saved)
+    }
+
+    /// Puts the contents of a file that `save_prompt` has written into the caches, where `generate` finds them.
+    /// Returns the number of `tokens` that are in the caches now, of tokens for which there is `no_room`, and of tokens
+    /// that have another layout (`differs`). Raises `KvCacheError` for a file of another model and for a damaged one.
+    fn restore_prompt<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Bound<'py, PyDict>> {
+        let restored = py.detach(|| -> Result<_> {
+            let mut engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+            Ok(engine.restore_prompt(&path, None)?)
+        })?;
+        numbers(py, restored)
+    }
+
     /// Waits until everything is on the disk, and stops using it, so that another program can.
     fn close_disk(&self, py: Python<'_>) {
         py.detach(|| self.engine.lock().unwrap_or_else(PoisonError::into_inner).close_disk());
     }
+}
+
+/// Returns a dictionary of numbers by name.
+fn numbers(py: Python<'_>, fields: impl serde::Serialize) -> PyResult<Bound<'_, PyDict>> {
+    let by_name = PyDict::new(py);
+    let fields = serde_json::to_value(fields).unwrap_or_default();
+    for (name, number) in fields.as_object().into_iter().flatten() {
+        by_name.set_item(name, number.as_u64())?;
+    }
+    Ok(by_name)
 }

@@ -247,6 +247,26 @@ def test_documents_outlive_the_program_on_a_disk(tmp_path: pathlib.Path) -> None
     assert f'kv_tier_hits_total{{tier="disk"}} {float(stats["hits"])}' in second.disk_prometheus()
 
 
+def test_a_prompt_goes_to_a_file_and_back(tmp_path: pathlib.Path) -> None:
+    config = kvcache.ChunkCacheConfig(separator="##")
+    first, second = (kvcache.LLM(MODEL, chunk_cache_config=config) for _ in range(2))
+    prompt, file = f"you answer questions ## alba is red . ## bora is blue . ## bora ?", tmp_path / "prompt.kv"
+    [computed] = first.generate(prompt)
+    saved = first.save_prompt(prompt, file)
+    assert saved["tokens"] > 0 and saved["bytes"] == file.stat().st_size
+    assert second.restore_prompt(file) == {"tokens": saved["tokens"], "no_room": 0, "differs": 0}
+    [found] = second.generate(prompt)
+    assert found.outputs == computed.outputs and found.missed == [None, None] and computed.missed == ["new", "new"]
+    other = kvcache.LLM(MODEL, chunk_cache_config=config, dtype_name="bfloat16")
+    with pytest.raises(kvcache.KvCacheError, match="another model, tokenizer or format"):
+        other.restore_prompt(file)
+    file.write_bytes(b"x")
+    with pytest.raises(kvcache.KvCacheError, match="contains no records"):
+        second.restore_prompt(file)
+    with pytest.raises(kvcache.KvCacheError, match="cannot create"):
+        first.save_prompt(prompt, tmp_path / "none" / "prompt.kv")
+
+
 def test_a_folder_that_cannot_be_a_disk_is_named(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("text")
     with pytest.raises(kvcache.KvCacheError, match="is not a folder"):

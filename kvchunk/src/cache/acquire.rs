@@ -4,11 +4,14 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::search::{Acquired, PieceRequest, Searched};
+use kvcore::BlockKey;
+use kvtier::RecordId;
+
+use super::search::{Acquired, NewPiece, PieceRequest, Searched};
 use super::state::CacheState;
 use super::tenant::TenantId;
 use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache};
-use crate::hash::ChunkPiece;
+use crate::hash::{ChunkHash, ChunkPiece, PieceEvidence};
 use crate::position::{PlacedPiece, PositionReindexer};
 use crate::tier::MissReason;
 
@@ -140,6 +143,27 @@ impl ChunkCacheManager {
         drop(state);
         self.0.looked_up(since.elapsed());
         reserved
+    }
+
+    /// Reserves room for the piece of a record, whose hash must be collision-resistant. Returns `None` if there is
+    /// no room, or if the piece is already stored or being computed.
+    pub(crate) fn reserve_record(&self, tenant: TenantId, id: &RecordId) -> Option<ChunkReservation> {
+        let (token_count, now) = (id.tokens.len(), self.0.clock.millis());
+        let num_blocks = token_count.div_ceil(self.0.pool.block_size());
+        let new = NewPiece {
+            hash: ChunkHash { key: id.key, token_count, num_blocks },
+            evidence: PieceEvidence::of_tokens(&id.tokens),
+            any_system: None,
+            stored_start: id.stored_start,
+        };
+        let mut state = self.0.lock();
+        let tenant = state.known(tenant);
+        self.0.reserve_new(&mut state, new, tenant, now)
+    }
+
+    /// Returns whether a piece with this key is stored. The piece may be asleep.
+    pub(crate) fn knows(&self, key: &BlockKey) -> bool {
+        self.0.lock().index.slot_of(key).is_some()
     }
 
     /// Counts a miss for a piece that a request computes only for itself.

@@ -4,12 +4,14 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvcore::BlockKey;
+
 use super::SharedCache;
 use super::flight::{ChunkWaiter, Flight};
 use super::hold::{ChunkReservation, HeldPiece, PieceHold};
 use super::state::{CacheState, PieceMemory, UnderWay};
 use super::tenant::TenantId;
-use crate::hash::{ChunkPiece, PieceEvidence};
+use crate::hash::{ChunkHash, ChunkPiece, PieceEvidence};
 use crate::sleep::Waking;
 
 /// The outcome of a request for a piece.
@@ -37,6 +39,15 @@ pub(super) struct PieceRequest<'a, 't> {
     pub(super) tenant: TenantId,
     pub(super) stored_start: i64,
     pub(super) now: u64,
+}
+
+/// A piece that is to be stored.
+pub(super) struct NewPiece {
+    pub(super) hash: ChunkHash,
+    pub(super) evidence: PieceEvidence,
+    /// The hash of the same tokens with any system prompt, if the piece can be found by it.
+    pub(super) any_system: Option<BlockKey>,
+    pub(super) stored_start: i64,
 }
 
 /// The outcome of a search under the lock.
@@ -129,19 +140,31 @@ impl SharedCache {
         request: &PieceRequest<'_, '_>,
     ) -> Option<ChunkReservation> {
         let PieceRequest { piece, tenant, stored_start, now } = *request;
-        let hash = piece.hash();
+        let any_system = self.config.cross_system_reuse.then(|| piece.any_system()).flatten();
+        let new = NewPiece { hash: piece.hash(), evidence: piece.evidence(), any_system, stored_start };
+        let reserved = self.reserve_new(state, new, tenant, now);
+        match &reserved {
+            Some(_) => state.account(tenant).counted.miss(),
+            None => state.count_uncached(tenant),
+        }
+        reserved
+    }
+
+    /// Reserves room for a piece like [`reserve`](Self::reserve), but counts nothing.
+    pub(super) fn reserve_new(
+        self: &Arc<Self>,
+        state: &mut CacheState,
+        new: NewPiece,
+        tenant: TenantId,
+        now: u64,
+    ) -> Option<ChunkReservation> {
+        let NewPiece { hash, evidence, any_system, stored_start } = new;
         let taken = state.under_way.contains_key(&hash.key) || state.index.slot_of(&hash.key).is_some();
-        let blocks = if taken || !state.pool.is_awake() {
-            None
-        } else {
-            state.room(&self.pool, tenant, hash.num_blocks, now)
-        };
-        let Some(blocks) = blocks else {
-            state.count_uncached(tenant);
+        if taken || !state.pool.is_awake() {
             return None;
-        };
-        state.account(tenant).counted.miss();
-        let (flight, evidence): (Arc<Flight>, PieceEvidence) = (Arc::default(), piece.evidence());
+        }
+        let blocks = state.room(&self.pool, tenant, hash.num_blocks, now)?;
+        let flight: Arc<Flight> = Arc::default();
         let known = UnderWay {
             evidence: evidence.clone(),
             flight: Arc::clone(&flight),
@@ -152,7 +175,7 @@ impl SharedCache {
         Some(ChunkReservation {
             cache: Arc::clone(self),
             hash,
-            any_system: self.config.cross_system_reuse.then(|| piece.any_system()).flatten(),
+            any_system,
             evidence,
             tenant,
             stored_start,

@@ -17,7 +17,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kvcore::{Backend, BlockId, KeyForm, KvArena, Stream};
+use kvcore::{Backend, BlockId, BlockKey, KeyForm, KvArena, KvShape, Stream};
+use kvtier::RecordId;
 
 use crate::cache::{Acquired, ChunkCacheManager, ChunkReservation, PieceHold, TenantId};
 use crate::error::{Error, Result};
@@ -97,7 +98,21 @@ impl ReplicaDevice {
     pub fn pack(&self, cache: &ChunkCacheManager, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
         let Some((chunk, tokens)) = cache.hold_for_replica(hash) else { return Ok(None) };
         let buffers = self.read(chunk.block_ids())?;
-        Ok(Some(ChunkParcel::seal(self, &chunk, tokens, buffers)))
+        Ok(Some(ChunkParcel::seal(self, &chunk, &tokens, buffers)))
+    }
+
+    /// Returns the identity of a record of whole blocks: of a piece, or of a block of a prefix.
+    pub(crate) fn record_id(&self, key: BlockKey, tokens: &[u32], stored_start: i64) -> RecordId {
+        // The key covers the layout, too, so the label only guards against records of programs whose keys
+        // cover less.
+        let KvShape { num_layers, block_size, k_heads, v_heads, k_dim, v_dim, format, order, .. } =
+            self.arena.layout().shape();
+        let (keys, num_blocks) = (self.keys, tokens.len().div_ceil(*block_size));
+        let label = format!(
+            "{num_layers} layers, K {k_heads} × {k_dim}, V {v_heads} × {v_dim}, {format}, {keys} keys, {num_blocks} blocks of \
+             {block_size}, {order:?}"
+        );
+        RecordId { key, tokens: tokens.into(), stored_start, label: label.into() }
     }
 
     /// Writes the contents of `parcel` into the reserved blocks, if it is the requested piece and undamaged.
@@ -109,7 +124,7 @@ impl ReplicaDevice {
     ) -> Result<()> {
         parcel.check(self, piece, reservation.stored_start())?;
         let blocks = reservation.block_ids().len();
-        self.write(blocks, reservation.write_pairs((0..blocks as u32).map(BlockId))?, &parcel.buffers)
+        self.write(blocks, reservation.write_pairs((0..blocks as u32).map(BlockId))?, &parcel.record.buffers)
     }
 }
 

@@ -1,8 +1,6 @@
 //! Parcels: the contents of chunks on their way from one replica to another.
 
-use std::sync::Arc;
-
-use kvcore::{BlockKey, KeyForm, KvShape};
+use kvtier::{Record, RecordId};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::ReplicaDevice;
@@ -18,19 +16,8 @@ use crate::hash::ChunkPiece;
 /// about the sender. Replicas trust each other, like ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChunkParcel {
-    /// The piece's key.
-    pub key: BlockKey,
-    /// The piece's tokens.
-    pub tokens: Arc<[u32]>,
-    /// The position that the first key was rotated to.
-    pub stored_start: i64,
-    /// The shape of the blocks. `num_blocks` is the number of blocks in this piece.
-    pub shape: KvShape,
-    /// The form in which keys are stored.
-    pub keys: KeyForm,
-    /// The bytes of K and of V, each followed by its scales if there are any. Static scales have the sender's
-    /// values.
-    pub buffers: Vec<Vec<u8>>,
+    /// The piece's contents with its identity. Static scales have the sender's values.
+    pub record: Record,
     /// The xxh3 digest over the tokens and the buffers.
     pub digest: u64,
 }
@@ -40,14 +27,12 @@ impl ChunkParcel {
     pub(super) fn seal(
         device: &ReplicaDevice,
         chunk: &PieceHold,
-        tokens: Arc<[u32]>,
+        tokens: &[u32],
         buffers: Vec<Vec<u8>>,
     ) -> Self {
-        let hash = chunk.chunk_hash();
-        let shape = device.shape_of(hash.num_blocks);
-        let digest = digest(&tokens, &buffers);
-        let (key, stored_start, keys) = (hash.key, chunk.cached_position_start(), device.keys);
-        Self { key, tokens, stored_start, shape, keys, buffers, digest }
+        let id = device.record_id(chunk.chunk_hash().key, tokens, chunk.cached_position_start());
+        let digest = digest(tokens, &buffers);
+        Self { record: Record::new(id, buffers), digest }
     }
 
     /// Checks that the parcel is the requested piece, has the local layout, and is undamaged.
@@ -57,15 +42,15 @@ impl ChunkParcel {
         piece: &ChunkPiece<'_>,
         stored_start: i64,
     ) -> Result<()> {
-        let hash = piece.hash();
+        let wanted = device.record_id(piece.hash().key, piece.tokens(), stored_start);
+        let RecordId { key, tokens, stored_start, label } = &self.record.id;
         agree([
-            ("key", self.key == hash.key),
-            ("tokens", *self.tokens == *piece.tokens()),
-            ("position of the first key", self.stored_start == stored_start),
-            ("shape of blocks", self.shape == device.shape_of(hash.num_blocks)),
-            ("form of keys", self.keys == device.keys),
+            ("key", *key == wanted.key),
+            ("tokens", *tokens == wanted.tokens),
+            ("position of the first key", *stored_start == wanted.stored_start),
+            ("layout", *label == wanted.label),
         ])?;
-        if digest(&self.tokens, &self.buffers) == self.digest {
+        if digest(tokens, &self.record.buffers) == self.digest {
             Ok(())
         } else {
             Err(Error::Damaged("its digest differs from the sender's".to_owned()))

@@ -13,8 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvcore::KvShape;
-use kvtier::{RecordId, Slab};
+use kvtier::Slab;
 
 use crate::metrics::LatencyHistogram;
 use crate::replica::ReplicaDevice;
@@ -23,6 +22,7 @@ mod fetch;
 mod lookup;
 mod metrics;
 mod missed;
+mod portable;
 mod prefix;
 mod save;
 mod staging;
@@ -31,6 +31,7 @@ pub use fetch::{BeganFetch, TierFetch};
 pub(crate) use lookup::TierLookup;
 pub use metrics::TierMetrics;
 pub use missed::MissReason;
+pub use portable::{Adopted, Adoption};
 pub(crate) use save::TierSaving;
 use staging::Staging;
 
@@ -86,20 +87,6 @@ impl TierLink {
     /// Returns what the disk contains, what it has done, and how long prompts have waited for it.
     pub fn metrics(&self) -> TierMetrics {
         TierMetrics { usage: self.slab.usage(), waits: self.waits.snapshot() }
-    }
-
-    /// Returns the identity of a record of whole blocks.
-    fn id(&self, key: kvcore::BlockKey, tokens: &[u32], stored_start: i64, num_blocks: usize) -> RecordId {
-        // The key covers the layout, too, so the label only guards against records of programs whose keys
-        // cover less.
-        let KvShape { num_layers, block_size, k_heads, v_heads, k_dim, v_dim, format, order, .. } =
-            self.device.arena.layout().shape();
-        let keys = self.device.keys;
-        let label = format!(
-            "{num_layers} layers, K {k_heads} × {k_dim}, V {v_heads} × {v_dim}, {format}, {keys} keys, {num_blocks} blocks of \
-             {block_size}, {order:?}"
-        );
-        RecordId { key, tokens: tokens.into(), stored_start, label: label.into() }
     }
 }
 

@@ -25,7 +25,7 @@ impl TierLink {
         let each = tokens.chunks(block_size).zip(keys).enumerate().skip(cached);
         each.take_while(|(_, (_, key))| self.slab.contains(key))
             .map(|(place, (tokens, &key))| Wanted {
-                id: self.id(key, tokens, (place * block_size) as i64, 1),
+                id: self.device.record_id(key, tokens, (place * block_size) as i64),
                 text: None,
             })
             .collect()
@@ -77,7 +77,7 @@ impl Assembler<'_> {
                     let (hash, tokens) = (piece.hash(), piece.tokens());
                     let stored_start = place.stored_start + tokens_before as i64;
                     missing.push(Wanted {
-                        id: link.id(hash.key, tokens, stored_start, hash.num_blocks),
+                        id: link.device.record_id(hash.key, tokens, stored_start),
                         text: RecordNote::text_of(tokens).filter(|_| is_public(self.tenant.id())),
                     });
                 }
@@ -118,7 +118,11 @@ impl Assembler<'_> {
 
     /// Returns the system prompt and, if `decoys` is true, the system prompt with the decoys, each as a chain of
     /// keys and its tokens. Returns nothing if prefixes are not kept.
-    fn prefixes_of(&self, prompt: &ChunkedPrompt, decoys: bool) -> Result<Vec<(Vec<BlockKey>, Vec<u32>)>> {
+    pub(super) fn prefixes_of(
+        &self,
+        prompt: &ChunkedPrompt,
+        decoys: bool,
+    ) -> Result<Vec<(Vec<BlockKey>, Vec<u32>)>> {
         if !self.prefixes {
             return Ok(Vec::new());
         }

@@ -28,11 +28,10 @@ impl TierLink {
         let Some(parcel) = self.device.pack(cache, hash)? else { return Ok(None) };
         let note = RecordNote {
             parent: None,
-            cost: self.prefill.cost(parcel.tokens.len()),
-            text: RecordNote::text_of(&parcel.tokens).filter(|_| is_public(tenant)),
+            cost: self.prefill.cost(hash.token_count),
+            text: RecordNote::text_of(&parcel.record.id.tokens).filter(|_| is_public(tenant)),
         };
-        let id = self.id(parcel.key, &parcel.tokens, parcel.stored_start, hash.num_blocks);
-        Ok(Some(self.slab.store(Record { id, note, buffers: parcel.buffers })))
+        Ok(Some(self.slab.store(Record { note, ..parcel.record })))
     }
 
     /// Queues blocks of a prefix to be written, except those that are known: `blocks` with the `keys` of the
@@ -51,7 +50,7 @@ impl TierLink {
             let buffers = self.device.read(&[block])?;
             let parent = place.checked_sub(1).map(|before| keys[before]);
             let note = RecordNote { parent, cost: self.prefill.cost(tokens.len()), text: None };
-            let id = self.id(key, tokens, (place * block_size) as i64, 1);
+            let id = self.device.record_id(key, tokens, (place * block_size) as i64);
             // A block without the blocks before it cannot be found.
             if self.slab.store(Record { id, note, buffers }) == Stored::Dropped {
                 break;

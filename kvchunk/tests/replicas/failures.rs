@@ -39,26 +39,25 @@ fn damaged() -> Error {
 }
 
 /// Returns all the failures, each with the expected error.
-fn mischiefs() -> [(Mischief, Error); 10] {
+fn mischiefs() -> [(Mischief, Error); 9] {
     [
         (|_| Ok(None), Error::ReplicaLacks { replica: ReplicaId(1) }),
         (|_| Err(LOST), LOST),
-        (|p| Ok(changed(p, |p| p.buffers[0][100] ^= 4)), damaged()),
-        (|p| Ok(changed(p, |p| p.buffers[1].truncate(9))), damaged()),
+        (|p| Ok(changed(p, |p| p.record.buffers[0][100] ^= 4)), damaged()),
+        (|p| Ok(changed(p, |p| p.record.buffers[1].truncate(9))), damaged()),
         (
             |p| {
                 Ok(changed(p, |p| {
-                    let byte = p.buffers[0].pop().unwrap();
-                    p.buffers[1].insert(0, byte);
+                    let byte = p.record.buffers[0].pop().unwrap();
+                    p.record.buffers[1].insert(0, byte);
                 }))
             },
             damaged(),
         ),
-        (|p| Ok(changed(p, |p| p.key = KeyScope::new("x", b"").root())), differs("key")),
-        (|p| Ok(changed(p, |p| p.tokens = [8; 10].into())), differs("tokens")),
-        (|p| Ok(changed(p, |p| p.stored_start = 3)), differs("position of the first key")),
-        (|p| Ok(changed(p, |p| p.shape.format = DType::BF16.into())), differs("shape of blocks")),
-        (|p| Ok(changed(p, |p| p.keys = KeyForm::Unrotated)), differs("form of keys")),
+        (|p| Ok(changed(p, |p| p.record.id.key = KeyScope::new("x", b"").root())), differs("key")),
+        (|p| Ok(changed(p, |p| p.record.id.tokens = [8; 10].into())), differs("tokens")),
+        (|p| Ok(changed(p, |p| p.record.id.stored_start = 3)), differs("position of the first key")),
+        (|p| Ok(changed(p, |p| p.record.id.label = "bf16".into())), differs("layout")),
     ]
 }
 

@@ -27,6 +27,11 @@ pub(crate) struct DiskArgs {
     /// The largest size of the folder, such as 50GiB or 800MB. Its file has the full size from the start.
     #[arg(long, value_name = "SIZE", requires = "disk", default_value = "10GiB", value_parser = bytes)]
     disk_limit: u64,
+
+    /// File for the keys and values of this prompt alone: if it exists, they are restored from it before the prompt is
+    /// computed, and they are saved there after the answer. For a folder of many documents, use --disk.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) prompt_cache: Option<PathBuf>,
 }
 
 impl DiskArgs {

@@ -145,7 +145,11 @@ Examples:
 With --chunk-sleep, all documents are put to sleep after each --warm prompt, and a prompt wakes the documents that it
 contains. With --disk, documents are found again when the program is started again:
 
-    kvc run --disk ./kv --document a.txt --document b.txt -p 'alba ?'")]
+    kvc run --disk ./kv --document a.txt --document b.txt -p 'alba ?'
+
+With --prompt-cache, the prompt alone is kept in a file that can be copied elsewhere:
+
+    kvc run --prompt-cache alba.kv --document a.txt --document b.txt -p 'alba ?'")]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin", "messages"]))]
 pub(crate) struct RunArgs {
     /// GGUF file, or Hugging Face directory with config.json, safetensors and tokenizer.json. Default: the
@@ -176,7 +180,7 @@ pub(crate) struct RunArgs {
     pub(crate) cross_system_reuse: bool,
 
     /// Compute everything from scratch with the same attention mask. The answer is the same but takes longer.
-    #[arg(long, conflicts_with = "chunk_sleep")]
+    #[arg(long, conflicts_with_all = ["chunk_sleep", "prompt_cache"])]
     pub(crate) no_chunk_cache: bool,
 
     /// Let documents attend to each other, as in an ordinary prompt.

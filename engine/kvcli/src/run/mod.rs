@@ -15,9 +15,12 @@ use crate::progress::LiveAnswer;
 use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, disk_line, json, ms};
 use crate::way::ChosenWay;
 use crate::{backend, load};
+use prompt_cache::PromptCache;
+pub(crate) use prompt_cache::PromptCacheJson;
 pub(crate) use prompts::RunPrompts;
 pub(crate) use prompts::document;
 
+mod prompt_cache;
 mod prompts;
 
 /// The default share of the KV memory for documents.
@@ -52,6 +55,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     args.disk.open(&mut engine)?;
+    let kept = args.disk.prompt_cache.as_deref();
+    let kept = kept.map(|path| PromptCache::restore(path, &mut engine)).transpose()?;
     for earlier in prompts.warm(&codec) {
         let request = request(args, &way, &engine, earlier?.with_decoys(Arc::clone(&decoys))?);
         engine.generate(&request, &mut LiveAnswer::new(&codec, &[], false)?)?;
@@ -76,7 +81,8 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let mut generation = engine.generate(&request, &mut live)?;
     let text = live.finish(&mut generation)?;
     let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
-    show(args, &way, &engine, (text, read_back), &generation, asleep)
+    let kept = kept.map(|kept| kept.save(&engine, &request, &generation)).transpose()?;
+    show(args, &way, &engine, (text, read_back, kept), &generation, asleep)
 }
 
 /// Explains the default reuse settings in one line.
@@ -128,7 +134,7 @@ fn show(
     args: &RunArgs,
     way: &Reuse,
     engine: &Engine,
-    (text, read_back): (String, Option<ReadBackJson>),
+    (text, read_back, kept): (String, Option<ReadBackJson>, Option<PromptCacheJson>),
     generation: &Generation,
     asleep: Option<SleepUsage>,
 ) -> Result<()> {
@@ -136,7 +142,7 @@ fn show(
     let report = engine.report();
     let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
-        let answer = answer_json((text, read_back), generation, way.cell, engine, sleep);
+        let answer = answer_json((text, read_back, kept), generation, way.cell, engine, sleep);
         return json(&mut out, &answer);
     }
     writeln!(out)?;
@@ -174,6 +180,9 @@ fn show(
     }
     if let Some(disk) = engine.disk() {
         eprintln!("{}", disk_line(&disk.usage()));
+    }
+    if let Some(kept) = kept {
+        note!("{kept}");
     }
     if args.profile {
         note!("{}", engine.profiler().report().to_string().trim_end());

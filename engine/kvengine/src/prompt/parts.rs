@@ -15,6 +15,7 @@ use kvchunk::{
 };
 use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
 use kvmodel::{AttentionMass, Observer};
+use kvtier::Record;
 
 use super::blend::{Blend, BlendSource};
 use super::context::Context;
@@ -267,6 +268,20 @@ impl LivePrompt {
         let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(false) };
         let reindexer = PositionReindexer::for_layers(&self.ropes);
         Ok(assembler(runner, request, self.keys, &reindexer)?.is_saved(prompt, plan)?)
+    }
+
+    /// Gives the prompt's parts that are in the caches to `each`, as records. Returns the number of tokens in other
+    /// parts, or `None` for an ordinary prompt.
+    pub(crate) fn export(
+        &self,
+        runner: &Runner,
+        request: &Request,
+        each: &mut dyn FnMut(Record) -> Result<()>,
+    ) -> Result<Option<usize>> {
+        let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(None) };
+        let reindexer = PositionReindexer::for_layers(&self.ropes);
+        let assembler = assembler(runner, request, self.keys, &reindexer)?;
+        assembler.export(&runner.replica_device(), prompt, plan, each).map(Some)
     }
 
     /// Looks up the prompt's parts, and allocates blocks for the missing parts. Uses what was `fetched` from a

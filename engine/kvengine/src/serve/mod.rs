@@ -30,6 +30,7 @@ mod live;
 mod numbers;
 mod pages;
 mod plan;
+mod portable;
 mod samples;
 mod scheduler;
 mod step;
@@ -37,6 +38,8 @@ mod submit;
 mod swap;
 
 pub use answer::{Answer, AnswerEvent, RequestId};
+pub use portable::{RestoredPrompt, SavedPrompt};
+pub(crate) use portable::{restore_prompt, save_prompt};
 pub(crate) use scheduler::Scheduler;
 pub use scheduler::{Step, StepTimes};
 pub(crate) use submit::is_saved;

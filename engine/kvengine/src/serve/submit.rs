@@ -145,7 +145,7 @@ fn check_vocabulary(vocabulary: usize, request: &Request) -> Result<()> {
 
 /// Checks a request's prompt. Returns the tokens of its own sequence and, for a chunked prompt, the positions
 /// of its parts.
-fn own_tokens(runner: &Runner, request: &Request) -> Result<(Vec<u32>, Option<PositionPlan>)> {
+pub(super) fn own_tokens(runner: &Runner, request: &Request) -> Result<(Vec<u32>, Option<PositionPlan>)> {
     let config = runner.model.config();
     let limit = config.max_positions;
     let Some(prompt) = request.chunked() else {

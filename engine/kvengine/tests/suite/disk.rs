@@ -36,7 +36,7 @@ fn contents(engine: &Engine) -> Vec<ChunkParcel> {
     let infos = chunks.chunks();
     let packed = infos.iter().map(|info| device.pack(chunks, &info.chunk_hash).unwrap().unwrap());
     let mut parcels: Vec<ChunkParcel> = packed.collect();
-    parcels.sort_by_key(|parcel| parcel.key);
+    parcels.sort_by_key(|parcel| parcel.record.id.key);
     assert!(!parcels.is_empty());
     parcels
 }

@@ -28,6 +28,7 @@ mod little_index;
 mod numbers;
 mod outgrown;
 mod panics;
+mod portable;
 mod questions;
 mod reasons;
 mod recompute;
