@@ -133,11 +133,17 @@ fn a_prompt_is_kept_in_a_file() {
     };
     let (first, second) = (ask(&[]), ask(&[]));
     let [saved, restored] = [&first["prompt_cache"]["saved"], &second["prompt_cache"]["restored"]];
-    assert_eq!((&first["prompt_cache"]["restored"]["tokens"], &saved["tokens"]), (&0.into(), &restored["tokens"]));
+    assert_eq!(
+        (&first["prompt_cache"]["restored"]["tokens"], &saved["tokens"]),
+        (&0.into(), &restored["tokens"])
+    );
     assert_eq!((missed(&second), &second["tokens"]), (vec![Value::Null; 2], &first["tokens"]));
     // With other settings, the prompt is computed, and the file replaced.
     let other = ask(&["--dtype", "bf16"]);
-    assert_eq!((&other["prompt_cache"]["restored"]["tokens"], missed(&other)), (&0.into(), vec!["new".into(); 2]));
+    assert_eq!(
+        (&other["prompt_cache"]["restored"]["tokens"], missed(&other)),
+        (&0.into(), vec!["new".into(); 2])
+    );
     assert_eq!(missed(&ask(&["--dtype", "bf16"])), vec![Value::Null; 2]);
     // So is a damaged one.
     let mut bytes = fs::read(&file).unwrap();
@@ -160,7 +166,8 @@ fn the_next_turn_of_a_conversation_continues_from_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("prompt.kv");
     let ask = |prompt: &str| {
-        let options = ["--prompt-cache", file.to_str().unwrap(), "--block-size", "4", "--max-new-tokens", "12", "-p"];
+        let options =
+            ["--prompt-cache", file.to_str().unwrap(), "--block-size", "4", "--max-new-tokens", "12", "-p"];
         json(&[&options[..], &[prompt]].concat())
     };
     let prompt = "alba is red . bora is blue . dora is green . alba ?";
@@ -168,4 +175,30 @@ fn the_next_turn_of_a_conversation_continues_from_a_file() {
     let next = ask(&format!("{prompt} {} . bora ?", first["text"].as_str().unwrap().trim()));
     let cached = next["cached_tokens"].as_u64().unwrap();
     assert!(cached >= first["prompt_tokens"].as_u64().unwrap() / 4 * 4, "{next}");
+}
+
+#[test]
+fn the_command_of_the_readme_finds_its_documents_at_the_next_start() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let readme = fs::read_to_string(root.join("README.md")).unwrap();
+    let line =
+        readme.lines().find_map(|line| line.strip_prefix("cargo run --release -p kvcli -- run ")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    fs::write(path("a.txt"), A).unwrap();
+    fs::write(path("b.txt"), B).unwrap();
+    let model = root.join("models/tiny-rag").to_str().unwrap().to_owned();
+    let given = line.split(' ').map(|word| match word.trim_matches('"') {
+        "MODEL.gguf" => model.clone(),
+        "QUESTION" => "bora ?".to_owned(),
+        name @ ("a.txt" | "b.txt" | "kv") => path(name),
+        word => word.to_owned(),
+    });
+    // The test has less room. The built-in model computes faster than any disk, and its template adds nothing.
+    let more = ["--disk-limit", "32MiB", "--disk-loads", "always", "--system", SYSTEM].map(str::to_owned);
+    let options: Vec<String> = given.chain(more).collect();
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    let (first, second) = (json(&options), json(&options));
+    assert_eq!((&first["disk"]["hits"], &second["disk"]["misses"]), (&0.into(), &0.into()));
+    assert_eq!((missed(&second), &second["tokens"]), (vec![Value::Null; 2], &first["tokens"]));
 }
