@@ -21,7 +21,9 @@ fn records() -> Vec<Record> {
 
 fn write(path: &Path, records: &[Record]) -> u64 {
     let mut writer = RecordWriter::create(path, scope()).unwrap();
-    records.iter().for_each(|record| writer.write(record).unwrap());
+    for record in records {
+        writer.write(record).unwrap();
+    }
     writer.finish().unwrap()
 }
 

@@ -49,12 +49,11 @@ pub(crate) fn save_prompt(runner: &Runner, request: &Request, path: &Path) -> Re
         writer.write(&record).map_err(Error::from)
     };
     let prompt = LivePrompt::new(ropes, keys, plan);
-    let missing = match prompt.export(runner, request, &mut write)? {
-        Some(missing) => missing,
-        None => {
-            let chain = keys.root().chain(&tokens, pool.block_size());
-            runner.replica_device().export_prefix(pool, keys.root(), &chain, &tokens, &mut write)?
-        }
+    let missing = if let Some(missing) = prompt.export(runner, request, &mut write)? {
+        missing
+    } else {
+        let chain = keys.root().chain(&tokens, pool.block_size());
+        runner.replica_device().export_prefix(pool, keys.root(), &chain, &tokens, &mut write)?
     };
     Ok(SavedPrompt { tokens: saved, missing, bytes: writer.finish()? })
 }
