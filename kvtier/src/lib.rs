@@ -45,7 +45,7 @@ mod known;
 pub use error::{Error, Result};
 pub use file::{RecordReader, RecordWriter};
 pub use io::{DiskIo, FileIo, IoChoice, IoWay};
-pub use known::KnownKeys;
+pub use known::{Gone, KnownKeys};
 pub use record::{Record, RecordId, RecordNote};
 pub use slab::{
     Found, InspectedScope, Inspection, Listing, Loading, Missed, Slab, SlabConfig, SlabUsage, Stored,

@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks, SleepingBlocks};
-use kvtier::RecordNote;
+use kvtier::{Gone, RecordNote};
 
 use super::flight::Flight;
 use super::heat::Heat;
@@ -161,12 +161,12 @@ impl CacheState {
     /// Returns why a piece is not stored, as far as the tenant's own pieces tell.
     pub(crate) fn why_missing(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> MissReason {
         let known = &self.accounts[tenant.0 as usize].known;
-        if known.was_evicted(&piece.hash().key) {
-            MissReason::Evicted
-        } else if known.keys_of(RecordNote::text_of(piece.tokens())).is_empty() {
-            MissReason::New
-        } else {
-            MissReason::OtherContext
+        let others = || known.keys_of(RecordNote::text_of(piece.tokens()));
+        match known.why_gone(&piece.hash().key) {
+            Some(Gone::Evicted) => MissReason::Evicted,
+            Some(Gone::Damaged) => MissReason::Damaged,
+            None if others().is_empty() => MissReason::New,
+            None => MissReason::OtherContext,
         }
     }
 

@@ -198,6 +198,9 @@ impl CacheState {
         account.used -= blocks.len();
         account.order.retire(number);
         drop(blocks); // before a waiter asks for room
+        if let Some(key) = self.index.at(slot).map(|entry| entry.hash.key) {
+            self.account(tenant).known.damaged(&key);
+        }
         self.remove(slot);
     }
 }

@@ -11,6 +11,7 @@ use parking_lot::{Condvar, Mutex};
 use super::write::spans;
 use super::{Shared, Slab};
 use crate::io::{Direction, IoEnd, IoRequest, PAGE, Pages};
+use crate::known::Gone;
 use crate::record::{CellRun, Header, PayloadFault, RecordId, RecordNote};
 
 /// The buffers of a record that was found.
@@ -102,7 +103,7 @@ impl Slab {
     pub fn why_absent(&self, id: &RecordId, text: Option<std::num::NonZeroU64>) -> Missed {
         self.shared.count(|counts| counts.misses += 1);
         let state = self.shared.state.lock();
-        if state.known.was_evicted(&id.key) {
+        if state.known.why_gone(&id.key) == Some(Gone::Evicted) {
             return Missed::Evicted;
         }
         let others = state.known.keys_of(text);

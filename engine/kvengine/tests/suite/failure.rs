@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
-use kvchunk::{ColdRule, Recompute, ReuseCell, SleepForm};
+use kvchunk::{ColdRule, MissReason, Recompute, ReuseCell, SleepForm};
 use kvengine::{ChunkSleep, Engine, EngineConfig, Generation, PromptTokens, Request};
 use kvmanager::TierThresholds;
 use rstest::rstest;
@@ -104,6 +104,8 @@ fn refuse_everything(name: &str, case: Case, strategy: &str) -> BTreeSet<&'stati
             // A sleeping chunk that cannot be read back is recomputed, so the request does not fail.
             Ok(answer) => {
                 assert_eq!((case, after.lost), (Case::Asleep, 1), "{n}");
+                let reasons = answer.chunks.iter().filter_map(|chunk| chunk.missed);
+                assert_eq!(reasons.collect::<Vec<_>>(), [MissReason::New, MissReason::Damaged], "{n}");
                 assert_eq!((after.cached_chunks, &answer.tokens), (prompt.chunks().len(), &expected.tokens));
                 (after.cached_chunks, "faulty: one lost".to_owned())
             }
