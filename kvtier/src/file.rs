@@ -41,8 +41,14 @@ impl RecordWriter {
     /// [`Slab::open`](crate::Slab::open).
     ///
     /// # Errors
-    /// Returns [`Error::File`] if the file system refuses.
+    /// - Returns [`Error::NotAFile`] if the path is a folder, a pipe or a device.
+    /// - Returns [`Error::File`] if the file system refuses.
     pub fn create(path: &Path, scope: BlockKey) -> Result<Self> {
+        if fs::metadata(path).is_ok_and(|data| !data.is_file()) {
+            return Err(Error::NotAFile { path: path.to_owned() });
+        }
+        // A link stays a link.
+        let path = &fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(format!(".{}.partial", std::process::id()));
         let partial = path.with_file_name(name);
