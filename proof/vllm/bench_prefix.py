@@ -148,14 +148,14 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def server(chunk: int) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts LMCache's server, which shares memory with vLLM."""
+def server(chunk: int, *more: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts LMCache's server, which shares memory with vLLM, with ``more`` options."""
     port = free_port()
     program = os.path.join(os.path.dirname(sys.executable), "lmcache")
     command = [program, "server", "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1"]
     command += ["--http-port", str(free_port()), "--chunk-size", str(chunk), "--l1-size-gb", "2", "--eviction-policy", "LRU"]
     command += ["--no-l1-use-lazy", "--supported-transfer-mode", "engine_driven", "--disable-observability"]
-    command += ["--shm-name", f"bench_prefix_{os.getpid()}"]
+    command += ["--shm-name", f"bench_prefix_{os.getpid()}", *more]
     started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     until = time.time() + 120
     while time.time() < until and started.poll() is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from check_connector import BLOCK, Checks, Host, answer, arguments, store_until_killed
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.v1.metrics.reader import Counter, Gauge
+from vllm.v1.metrics.reader import Counter, Gauge, Histogram
 
 FILE = "records.kvslab"
 ORDERS = [[0, 1, 2], [3, 1], [2, 0]]
@@ -119,6 +119,8 @@ class DiskChecks(Checks):
         prefix = "vllm:kvcache_tier_"
         read = {one.name.removeprefix(prefix): one.value for one in host.llm.get_metrics() if isinstance(one, Counter | Gauge) and one.name.startswith(prefix)}
         self.say(f"vLLM exports {len(read)} metrics of the disk", None if read.get("hits") and read.get("limit_bytes") else str(read))
+        waits = [one.count for one in host.llm.get_metrics() if isinstance(one, Histogram) and one.name == f"{prefix}wait_seconds"]
+        self.say(f"vLLM has measured {sum(waits)} waits for the disk", None if sum(waits) else f"{waits}")
 
     def other_weights(self, folder: Path, other: Path) -> None:
         shutil.copytree(self.path, other)

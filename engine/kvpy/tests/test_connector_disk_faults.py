@@ -152,16 +152,19 @@ def test_a_request_stops_waiting_when_giving_up_costs_a_twentieth(disk: Disk) ->
 
 
 class Throttled:
-    """A disk that delivers a record every ``seconds`` seconds."""
+    """A disk that delivers a record every ``seconds`` seconds, and stops after ``count`` records."""
 
-    def __init__(self, own: Any, seconds: float) -> None:
-        self.own, self.seconds, self.free = own, seconds, 0.0
+    def __init__(self, own: Any, seconds: float, count: int = 1 << 30) -> None:
+        self.own, self.seconds, self.count, self.free, self.begun = own, seconds, count, 0.0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.own, name)
 
     def begin_load(self, *args: Any) -> Any:
         began = max(self.free, time.monotonic())
+        self.begun += 1
+        if self.begun > self.count:
+            return SlowLoad(self.own.begin_load(*args), began + 1e9, self.seconds)
         self.free = began + self.seconds
         return SlowLoad(self.own.begin_load(*args), began, self.seconds)
 
@@ -199,6 +202,40 @@ def test_a_slow_disk_costs_at_most_a_twentieth(disk: Disk, seconds: float, found
     waited = time.monotonic() - began
     assert waited < 3 * seconds + 0.3 if found else waited < 0.6
     nothing_held_but_the_disk(engine)
+
+
+@pytest.mark.parametrize("seconds", [2.7, 2.8, 3.0])
+def test_a_disk_that_is_hardly_slower_than_computing_costs_at_most_a_tenth(disk: Disk, seconds: float) -> None:
+    """Each record takes longer to read than the first ones take to compute, and what is read of it is lost when the request
+    stops waiting."""
+    disk.ask(disk.start(), prompt(LENGTHS), chunk_lengths=LENGTHS)
+    engine = disk.restart(disk_loads="if-faster", disk_deadline=60)
+    engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], seconds)
+    engine.disk.measured(90, 8.0)
+    began = time.monotonic()
+    said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
+    assert reused(said) == 0 and set(missed(said).values()) == {"deadline"}
+    assert time.monotonic() - began < 0.8
+    nothing_held_but_the_disk(engine)
+
+
+@pytest.mark.parametrize(("seconds", "count", "later"), [(0.4, 9, 50), (0.45, 9, 50), (0.2, 2, 0), (0.1, 2, 0)])
+def test_a_disk_that_still_reads_at_the_deadline_is_asked_again(disk: Disk, seconds: float, count: int, later: int) -> None:
+    """Two of three records arrive in time. The disk is left alone only if it has stopped to read, after ``count`` records."""
+    disk.ask(disk.start(), prompt(LENGTHS), chunk_lengths=LENGTHS)
+    engine = disk.restart(disk_deadline=1.0)
+    engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], seconds, count)
+    said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
+    assert (reused(said), missed(said)) == (50, {"2": "deadline"})
+    assert engine.disk.rest.is_resting() == (later == 0)
+    settle(engine)
+    # The record that nobody waits for is read to its end.
+    time.sleep(seconds)
+    engine.side.chunks.cache.clear_cache()
+    engine.kv_cache_manager.reset()
+    began = time.monotonic()
+    assert reused(disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)) == later
+    assert later or time.monotonic() - began < 0.2, "nobody waits for a disk that is left alone"
 
 
 def test_the_time_to_compute_is_stored_with_a_record(disk: Disk) -> None:
@@ -444,14 +481,18 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(disk: Disk, ste
 
 
 def test_the_disk_has_counters_and_gauges(disk: Disk) -> None:
-    from kvcache.vllm.stats import COUNTERS, GAUGES
+    from kvcache.vllm.stats import COUNTERS, GAUGES, HISTOGRAMS
 
     sums: dict[str, float] = {}
+    waits: list[float] = []
     engine = disk.start()
 
     def observe() -> None:
         report = engine.worker.get_kv_connector_stats()
         for name, value in (report.data if report is not None else {}).items():
+            if name in HISTOGRAMS:
+                waits.extend(value)
+                continue
             assert name in COUNTERS or name in GAUGES
             sums[name] = value + (sums.get(name, 0) if name in COUNTERS else 0)
 
@@ -459,11 +500,14 @@ def test_the_disk_has_counters_and_gauges(disk: Disk) -> None:
     disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
     settle(engine)
     observe()
+    assert waits == [], "nothing was on the disk"
     engine.side.chunks.cache.clear_cache()
     engine.kv_cache_manager.reset()
+    engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], 0.1)
     disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
     settle(engine)
     observe()
+    assert len(waits) == 1 and 0.3 <= waits[0] < 2
     assert engine.worker.get_kv_connector_stats() is None, "nothing has changed"
     counts = engine.disk.usage()
     assert sums == {f"tier_{name}": value for name, value in counts.items()}

@@ -155,6 +155,11 @@ def test_reports_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     first = ChunkStats({"chunk_evictions": 2, "chunk_memory_usage_perc": 0.5})
     first.aggregate(ChunkStats({"chunk_evictions": 3, "chunk_memory_usage_perc": 0.25}))
     assert first.data == {"chunk_evictions": 5, "chunk_memory_usage_perc": 0.25} and not first.is_empty()
+    for waits in ([0.5], [1.0, 0.25, 0.25]):
+        first.aggregate(ChunkStats({"tier_wait_seconds": waits}))
+    assert first.data["tier_wait_seconds"] == [0.5, 1.0, 0.25, 0.25]
+    reduced = {"chunk_evictions": 5, "chunk_memory_usage_perc": 0.25, "tier_wait_seconds_mean": 0.5, "tier_wait_seconds_max": 1.0}
+    assert first.reduce() == reduced
     first.reset()
     assert first.is_empty()
 

@@ -9,75 +9,24 @@
 //! writes with a sync. The times of a slab include its copies, its digests and its checkpoints.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvbench::{option, row};
 use kvcore::KeyScope;
-use kvtier::io::{DEPTH, Pages};
 use kvtier::{FileIo, IoWay, Record, RecordId, Slab, SlabConfig, Stored};
+
+mod direct;
+
+use direct::Plain;
 
 /// The number of bytes in the buffers of a record.
 const RECORD: usize = 2 << 20;
-/// The number of bytes per request of the plain program.
-const REQUEST: usize = 256 << 10;
 /// The number of records that are loaded at the same time.
 const LOADS: usize = 4;
 /// The longest time that a turn waits for the disk.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// A file that is read and written without a slab.
-struct Plain {
-    file: File,
-    bytes: u64,
-}
-
-impl Plain {
-    fn new(path: &Path, bytes: u64) -> Self {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(true);
-        #[cfg(target_os = "linux")]
-        options.custom_flags(rustix::fs::OFlags::DIRECT.bits() as i32);
-        Self { file: options.open(path).expect("a file for direct I/O"), bytes }
-    }
-
-    /// Serves all requests on [`DEPTH`] threads, and returns the time in seconds.
-    fn run(&self, serve: impl Fn(&File, &mut [u8], u64) + Sync) -> f64 {
-        let next = AtomicU64::new(0);
-        // The memory is there before the clock starts, as that of a slab is.
-        let mut memory: Vec<Pages> = (0..DEPTH).map(|_| Pages::new(REQUEST / 4096)).collect();
-        let start = Instant::now();
-        std::thread::scope(|scope| {
-            for pages in &mut memory {
-                scope.spawn(|| {
-                    loop {
-                        let offset = next.fetch_add(REQUEST as u64, Ordering::Relaxed);
-                        if offset >= self.bytes {
-                            return;
-                        }
-                        serve(&self.file, pages.bytes_mut(), offset);
-                    }
-                });
-            }
-        });
-        start.elapsed().as_secs_f64()
-    }
-
-    fn write(&self) -> f64 {
-        let written =
-            self.run(|file, bytes, offset| file.write_all_at(bytes, offset).expect("a plain write"));
-        let start = Instant::now();
-        self.file.sync_data().expect("a sync");
-        written + start.elapsed().as_secs_f64()
-    }
-
-    fn read(&self) -> f64 {
-        self.run(|file, bytes, offset| file.read_exact_at(bytes, offset).expect("a plain read"))
-    }
-}
 
 /// A slab, with the records of one turn.
 struct Ours {

@@ -21,7 +21,7 @@ struct Aim {
 /// hashing its tokens into a chain of keys, and a prompt with cached documents at most 1.1 times as long as
 /// its question alone. Decoys may make a new document 1.3 times and a prompt with cached documents 1.02 times
 /// as slow.
-const AIMS: [Aim; 21] = [
+const AIMS: [Aim; 23] = [
     Aim { what: "scatter ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "gather ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "copy_blocks ", limit: "memcpy", size: None, least: 0.9, required: false },
@@ -85,6 +85,20 @@ const AIMS: [Aim; 21] = [
     Aim { what: "disk tier: write ", limit: "direct writes", size: None, least: 0.85, required: false },
     Aim { what: "disk tier: restart ", limit: "one second", size: None, least: 1.0, required: false },
     Aim { what: "disk tier: read, 4 ", limit: "direct reads", size: None, least: 0.85, required: false },
+    Aim {
+        what: "disk tier in an engine: save ",
+        limit: "direct writes",
+        size: None,
+        least: 0.85,
+        required: false,
+    },
+    Aim {
+        what: "disk tier in an engine: load ",
+        limit: "direct reads",
+        size: None,
+        least: 0.85,
+        required: false,
+    },
 ];
 
 /// Targets for kernels on a card. The limit of a decode step is a copy of half as many bytes as the step

@@ -70,7 +70,12 @@ fn bench(args: &BenchCli) -> Result {
     let rows = match args.backend {
         BenchBackend::Cpu => cpu(args.quick)?,
         BenchBackend::Products => run_bench("products", if args.quick { &["--mib", "16"] } else { &[] })?,
-        BenchBackend::Disk => run_bench("disk_tier", if args.quick { &["--mib", "64"] } else { &[] })?,
+        BenchBackend::Disk => {
+            let size: &[&str] = if args.quick { &["--mib", "64"] } else { &[] };
+            let mut rows = run_bench("disk_tier", size)?;
+            rows.extend(run_bench("disk_engine", size)?);
+            rows
+        }
         BenchBackend::Cuda if args.write && !cuda_double::driver_is_here() => {
             return Err(
                 "this machine has no CUDA driver; the table in docs/benchmarks.md must come from a real card"

@@ -30,11 +30,14 @@ GAUGES = {
     "prefix_memory_usage_perc": "The share of the memory for prefixes that is used, from 0 to 1.",
     **{f"tier_{name}": text for name, text in disk.GAUGES.items()},
 }
+HISTOGRAMS = {"tier_wait_seconds": disk.WAITS}
+BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""The bounds of the histograms' buckets in seconds."""
 
 
 @dataclass
 class ChunkStats(KVConnectorStats):
-    """The counts since the last report, and the current gauges."""
+    """The counts and the measured times since the last report, and the current gauges."""
 
     def reset(self) -> None:
         self.data = {}
@@ -44,15 +47,22 @@ class ChunkStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
-            self.data[name] = self.data.get(name, 0) + value if name in COUNTERS else value
+            if name in HISTOGRAMS:
+                self.data[name] = [*self.data.get(name, ()), *value]
+            else:
+                self.data[name] = self.data.get(name, 0) + value if name in COUNTERS else value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {name: round(value, 3) for name, value in self.data.items()}
+        reduced = {name: round(value, 3) for name, value in self.data.items() if name not in HISTOGRAMS}
+        for name in HISTOGRAMS:
+            if times := self.data.get(name):
+                reduced |= {f"{name}_mean": round(sum(times) / len(times), 3), f"{name}_max": round(max(times), 3)}
+        return reduced
 
 
 class ChunkMetrics(KVConnectorPromMetrics):
-    """Counters and gauges for Prometheus, named ``vllm:kvcache_…``."""
+    """Counters, gauges and histograms for Prometheus, named ``vllm:kvcache_…``."""
 
     def __init__(
         self,
@@ -63,12 +73,13 @@ class ChunkMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-        def each(kind: Any, name: str, text: str) -> dict[int, Any]:
-            metric = kind(name=f"vllm:kvcache_{name}", documentation=text, labelnames=labelnames)
+        def each(kind: Any, name: str, text: str, **more: Any) -> dict[int, Any]:
+            metric = kind(name=f"vllm:kvcache_{name}", documentation=text, labelnames=labelnames, **more)
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
         self.counters = {name: each(self._counter_cls, name, text) for name, text in COUNTERS.items()}
         self.gauges = {name: each(self._gauge_cls, name, text) for name, text in GAUGES.items()}
+        self.histograms = {name: each(self._histogram_cls, name, text, buckets=BUCKETS) for name, text in HISTOGRAMS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
@@ -76,6 +87,9 @@ class ChunkMetrics(KVConnectorPromMetrics):
                 self.counters[name][engine_idx].inc(value)
             elif name in self.gauges:
                 self.gauges[name][engine_idx].set(value)
+            elif name in self.histograms:
+                for seconds in value:
+                    self.histograms[name][engine_idx].observe(seconds)
 
 
 class Counting:
@@ -85,10 +99,11 @@ class Counting:
         self.totals: dict[str, int] = {}
         self.gauges: dict[str, float] = {}
 
-    def report(self, totals: dict[str, int], gauges: dict[str, float]) -> ChunkStats | None:
-        """Returns the counts since the last report, and the gauges; None if nothing has changed."""
-        if totals == self.totals and gauges == self.gauges:
+    def report(self, totals: dict[str, int], gauges: dict[str, float], times: dict[str, list[float]] | None = None) -> ChunkStats | None:
+        """Returns the counts since the last report, the gauges, and the measured ``times``; None if nothing has changed."""
+        times = {name: measured for name, measured in (times or {}).items() if measured}
+        if totals == self.totals and gauges == self.gauges and not times:
             return None
         since = {name: total - self.totals.get(name, 0) for name, total in totals.items()}
         self.totals, self.gauges = totals, gauges
-        return ChunkStats({**since, **gauges})
+        return ChunkStats({**since, **gauges, **times})

@@ -19,6 +19,7 @@ SLAB_COUNTERS = {
     "stores_dropped": "Blocks that were not written, because there was no room.",
     "evicted": "Blocks that were evicted from the disk tier.",
 }
+WAITS = "Seconds from the start of a request's loads from the disk tier until the last one arrived or was given up."
 COUNTERS = {
     **SLAB_COUNTERS,
     "loads_failed": "Blocks that were asked for and not delivered.",

@@ -39,6 +39,8 @@ TRIED = 16
 """One of so many loads is tried although computing was expected to be faster, because the disk may have become faster."""
 MOST_LOADING = 64 << 20
 """The number of bytes that may be read at the same time. They occupy memory until they are in the arena."""
+MOST_WAITS = 1000
+"""The number of times that are kept until somebody takes them."""
 POLL = 0.002
 """The number of seconds between two looks at what is being read."""
 
@@ -70,11 +72,42 @@ class Fetching:
     """The number of seconds that the request may lose by waiting, beyond those that loads save."""
     cost: float = 0.0
     """The number of seconds to compute what the disk has."""
+    size: int = 0
+    """The number of bytes of what the disk has."""
+    unread: float = 0.0
+    """The number of these bytes that had not been read at the last look."""
+    moved: float = 0.0
+    """The time of the last look at which something had been read since the one before."""
 
     def left(self) -> float:
         """Returns the number of seconds to compute what has not been read."""
         reading = sum(one.seconds * (1 - one.handle.progress) for one in self.reading)
         return reading + sum(one.seconds for one in self.waiting)
+
+    def parts_left(self) -> list[tuple[float, float]]:
+        """Returns for each record that has not been read, in order, the bytes that are left and the seconds to compute it."""
+        reading = [((1 - one.handle.progress) * one.size, one.seconds) for one in self.reading]
+        return reading + [(one.size, one.seconds) for one in self.waiting]
+
+    def look(self, now: float) -> None:
+        """Notes whether something has been read since the last look."""
+        unread = sum(size for size, _ in self.parts_left())
+        if unread < self.unread:
+            self.unread, self.moved = unread, now
+
+    def pays(self, waited: float) -> bool:
+        """Returns whether the disk, as fast as it was so far, reads the next records sooner than they are computed."""
+        left = self.parts_left()
+        read = self.size - sum(size for size, _ in left)
+        if read <= 0:
+            return False
+        took = cost = 0.0
+        for size, seconds in left:
+            took += size * waited / read
+            cost += seconds
+            if took < cost:
+                return True
+        return False
 
 
 class DiskStore:
@@ -92,6 +125,8 @@ class DiskStore:
         """The blocks of host memory that are being copied."""
         self.fetches: list[Fetching] = []
         self.answers: Answers = {}
+        self.waits: deque[float] = deque(maxlen=MOST_WAITS)
+        """The number of seconds that each fetch took."""
         self.generation = 0
         """The number of resets. What began before one is dropped."""
         self.seconds_per_token = 0.0
@@ -164,7 +199,8 @@ class DiskStore:
                 one.waiting.append(load)
             else:
                 answers[load.number] = (1, None)
-        one.cost = one.left()
+        one.cost, one.size, one.moved = one.left(), sum(load.size for load in one.waiting), one.since
+        one.unread = one.size
         whole = sum(self.seconds_per_token * len(record.tokens) for record in one.order.records) or one.cost
         one.may_lose = max(MOST_LOST * whole, LEAST_LOST)
         return answers
@@ -213,6 +249,13 @@ class DiskStore:
         usage = self.slab.usage()
         own = {"stores_dropped": self.dropped, "deadline_exceeded": self.not_asked, "misses": self.not_asked}
         return {name: value + own.get(name, 0) for name, value in usage.items()}
+
+    def take_waits(self) -> list[float]:
+        """Returns the number of seconds that each fetch took which has ended since the last call."""
+        with self.changed:
+            taken = list(self.waits)
+            self.waits.clear()
+        return taken
 
     def is_busy(self) -> bool:
         """Returns whether something is being copied or fetched."""
@@ -301,6 +344,7 @@ class DiskStore:
             with self.changed:
                 if one in self.fetches:
                     self.fetches.remove(one)
+                    self.waits.append(time.monotonic() - one.since)
             return True
         return progress
 
@@ -330,12 +374,17 @@ class DiskStore:
         """Gives up the rest of a fetch if waiting costs more than it may."""
         if not one.reading and not one.waiting:
             return
-        waited, most = time.monotonic() - one.since, self.deadline
+        now = time.monotonic()
+        waited, most = now - one.since, self.deadline
+        one.look(now)
         if self.only_faster and one.cost:
             # If the request stopped waiting now, it would compute what is left.
             most = min(most, one.cost - one.left() + one.may_lose)
+            # A record that has been read in part is lost, so a disk that is too slow is given up as soon as that is known.
+            if waited >= one.may_lose and not one.pays(waited):
+                most = 0.0
         if waited >= most:
-            if waited >= self.deadline:
+            if waited >= self.deadline and now - one.moved >= self.deadline / 2:
                 self.rest.begin()
             self._end(one, "deadline", generation)
 

@@ -1,0 +1,145 @@
+"""Measures the time to first token inside vLLM on a CPU with the connector's disk throttled, compared with computing.
+
+    python bench_throttled.py MODEL [--speeds 10,50,200] [--folder FOLDER] [--json FILE]
+
+A process stores a prompt of documents, as chunks and as an ordinary prompt, and one computes both without a disk. For each
+speed in MB/s, another process finds what is stored while the kernel throttles its reads of the disk (a control group, which
+needs root). The first request of each kind counts, and the slower one of two later ones, each with vLLM's own cache and the
+host memory empty. None may take longer than 1.1 times the time without a disk, which is the median of three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_disk import QUESTION, SYSTEM, forget
+from bench_tiers import LIMIT, Host, Row
+
+MOST = 1.1
+LATER = 2
+GROUPS = Path("/sys/fs/cgroup")
+KINDS = ("chunks", "ordinary prompt")
+
+
+class Throttle:
+    """A control group whose processes read a folder's disk at a limited speed."""
+
+    def __init__(self, folder: Path) -> None:
+        device = os.stat(folder).st_dev
+        place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve()
+        # Only whole disks can be throttled.
+        whole = place.parent if (place / "partition").exists() else place
+        self.device = (whole / "dev").read_text().strip()
+        self.old = (GROUPS / "blkio").is_dir()
+        self.group = (GROUPS / "blkio" if self.old else GROUPS) / f"bench-throttled-{os.getpid()}"
+        try:
+            if not self.old:
+                (GROUPS / "cgroup.subtree_control").write_text("+io")
+            self.group.mkdir()
+        except OSError as error:
+            raise SystemExit(f"the disk cannot be throttled ({error}): run this as root, where control groups limit a disk's reads") from error
+
+    def limit(self, bytes_per_second: int) -> None:
+        if self.old:
+            (self.group / "blkio.throttle.read_bps_device").write_text(f"{self.device} {bytes_per_second}")
+        else:
+            (self.group / "io.max").write_text(f"{self.device} rbps={bytes_per_second}")
+
+    def close(self) -> None:
+        self.group.rmdir()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Measures one process: without a disk, storing, or finding what is stored in the control group ``args.group``."""
+    disk = {} if args.row == "computed" else {"disk_path": args.folder, "disk_limit": LIMIT}
+    extra = {"host_memory": "512MiB", "prefix_memory": "512MiB", **disk}
+    host = Host(args.model, Row("ChunkConnector", "kvcache.vllm", extra), [])
+    draw = random.Random(1)
+
+    def text(count: int) -> list[int]:
+        return [draw.randrange(5, 40_000) for _ in range(count)]
+
+    parts = [text(SYSTEM), *(text(args.tokens) for _ in range(args.documents))]
+    host.ask([text(64)])
+    if args.group:
+        # The model has been read.
+        (Path(args.group) / "cgroup.procs").write_text(str(os.getpid()))
+    found: dict[str, Any] = {kind: [] for kind in KINDS}
+    for _ in range(1 if args.row == "stored" else 1 + LATER):
+        for kind in KINDS:
+            forget(host.llm)
+            prefixes = host.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler.prefixes
+            prefixes.pool.clear_cached()
+            before = host.written()
+            seconds, out = host.ask([*parts, text(QUESTION)], has_chunks=kind == KINDS[0])
+            found[kind].append((seconds, out.num_cached_tokens or 0))
+            if args.row == "stored":
+                host.until_stored(before)
+    host.close()
+    return found
+
+
+def run(row: str, folder: str, args: argparse.Namespace, group: Path | None = None) -> dict[str, Any]:
+    """Measures one process."""
+    command = [sys.executable, __file__, args.model, "--documents", str(args.documents), "--tokens", str(args.tokens)]
+    command += ["--row", row, "--folder", folder, *(["--group", str(group)] if group else [])]
+    print(row, file=sys.stderr, flush=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if done.returncode or not lines:
+        raise SystemExit(f"{row}: vLLM ended with status {done.returncode}")
+    return json.loads(lines[-1][4:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--documents", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--speeds", default="10,50,200", help="MB/s, with commas between them")
+    parser.add_argument("--folder", help="the folder below which records are stored; a temporary one by default")
+    parser.add_argument("--json", help="a file for all results")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--group", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.row is not None:
+        print("ROW " + json.dumps(measure(args)), flush=True)
+        return
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        throttle = Throttle(Path(folder))
+        try:
+            found = {row: run(row, folder, args) for row in ("stored", "computed")}
+            for speed in args.speeds.split(","):
+                throttle.limit(int(float(speed) * 1e6))
+                found[speed] = run(f"a disk of {speed} MB/s", folder, args, throttle.group)
+                if args.json:
+                    Path(args.json).write_text(json.dumps({"model": args.model, "rows": found}, indent=1))
+        finally:
+            throttle.close()
+    slow = []
+    print("| disk | prompt | first: found | first token | | later: found | first token | |")
+    print("|---|---|---|---|---|---|---|---|")
+    for kind in KINDS:
+        computed = statistics.median(seconds for seconds, _ in found["computed"][kind])
+        print(f"| none | {kind} | – | {computed:.2f} s | 1.00 | – | {computed:.2f} s | 1.00 |")
+        for speed in args.speeds.split(","):
+            first, *later = found[speed][kind]
+            rows = first, max(later)
+            print(f"| {speed} MB/s | {kind} | {' | '.join(f'{count} | {seconds:.2f} s | {seconds / computed:.2f}' for seconds, count in rows)} |")
+            slow += [f"{kind} at {speed} MB/s: {seconds / computed:.2f}" for seconds, _ in rows if seconds > MOST * computed]
+    if slow:
+        raise SystemExit(f"slower than {MOST} times computing: {slow}")
+
+
+if __name__ == "__main__":
+    main()
