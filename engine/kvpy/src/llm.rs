@@ -402,12 +402,14 @@ impl Llm {
 
     /// Returns what the disk contains and has done, by name, or `None` without a disk.
     fn get_disk_stats(&self, py: Python<'_>) -> PyResult<Option<Py<PyDict>>> {
-        let Some(TierMetrics { usage, .. }) = self.engine(py).disk_metrics() else { return Ok(None) };
+        let Some(metrics) = self.engine(py).disk_metrics() else { return Ok(None) };
+        let TierMetrics { usage, save_errors, .. } = metrics;
         let stats = PyDict::new(py);
         let numbers = serde_json::to_value(usage).unwrap_or_default();
         for (name, number) in numbers.as_object().into_iter().flatten() {
             stats.set_item(name, number.as_u64())?;
         }
+        stats.set_item("save_errors", save_errors)?;
         Ok(Some(stats.unbind()))
     }
 

@@ -11,6 +11,8 @@ pub struct TierMetrics {
     /// What the disk contains, and what it has done.
     #[serde(flatten)]
     pub usage: SlabUsage,
+    /// Saves of a chunk, or of the blocks of a prefix, that the backend refused, so that nothing was queued.
+    pub save_errors: u64,
     /// The times from the start of a prompt's loads until the prompt was looked up.
     pub waits: Latencies,
 }
@@ -39,7 +41,7 @@ const WAITS: [LatencyColumn<TierMetrics>; 1] =
         &m.waits
     })];
 
-const NUMBERS: [NumberColumn<TierMetrics>; 13] = [
+const NUMBERS: [NumberColumn<TierMetrics>; 15] = [
     ("kv_tier_bytes", MetricKind::Gauge, "Bytes that contain records or are set aside", |m| {
         m.usage.bytes as f64
     }),
@@ -65,6 +67,13 @@ const NUMBERS: [NumberColumn<TierMetrics>; 13] = [
     ("kv_tier_write_errors", MetricKind::Counter, "Batches that the disk refused", |m| {
         m.usage.write_errors as f64
     }),
+    (
+        "kv_tier_write_deadline_exceeded",
+        MetricKind::Counter,
+        "Batches given up at the deadline of a write",
+        |m| m.usage.write_deadline_exceeded as f64,
+    ),
+    ("kv_tier_save_errors", MetricKind::Counter, "Saves that the backend refused", |m| m.save_errors as f64),
     ("kv_tier_stores_dropped", MetricKind::Counter, "Records not stored", |m| m.usage.stores_dropped as f64),
     ("kv_tier_evicted", MetricKind::Counter, "Records evicted", |m| m.usage.evicted as f64),
 ];

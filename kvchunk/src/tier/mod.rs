@@ -54,6 +54,8 @@ pub struct TierLink {
     staging: Arc<Staging>,
     /// The number of prompts whose loads were expected to be slower than computing, from 1.
     skips: Arc<AtomicU64>,
+    /// The number of saves that the backend refused.
+    save_errors: Arc<AtomicU64>,
     waits: Arc<LatencyHistogram>,
 }
 
@@ -79,13 +81,16 @@ impl TierLink {
             prefill: Arc::default(),
             staging,
             skips,
+            save_errors: Arc::default(),
             waits: Arc::default(),
         }
     }
 
-    /// Returns what the disk contains, what it has done, and how long prompts have waited for it.
+    /// Returns what the disk contains, what it has done, how long prompts have waited for it, and how many saves the
+    /// backend has refused.
     pub fn metrics(&self) -> TierMetrics {
-        TierMetrics { usage: self.slab.usage(), waits: self.waits.snapshot() }
+        let save_errors = self.save_errors.load(Ordering::Relaxed);
+        TierMetrics { usage: self.slab.usage(), save_errors, waits: self.waits.snapshot() }
     }
 
     /// Returns the identity of a record of whole blocks.

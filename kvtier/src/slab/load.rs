@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::write::spans;
 use super::{Shared, Slab};
-use crate::io::{Direction, IoEnd, IoRequest, PAGE, Pages};
+use crate::io::{Direction, DiskIo, IoEnd, IoRequest, PAGE, Pages};
 use crate::record::{CellRun, Header, PayloadFault, RecordId, RecordNote};
 
 /// The buffers of a record that was found.

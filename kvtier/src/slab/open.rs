@@ -81,7 +81,7 @@ pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry) -> io::Result<SlabSta
             state.adopt(Listed { key, scope, sequence, payload, note, created, identity, runs });
         }
     }
-    state.remove_orphans();
+    state.remove_orphans(|_| false);
     Ok(state)
 }
 

@@ -124,10 +124,11 @@ impl SlabState {
         self.records.insert(key, entry);
     }
 
-    /// Removes records whose parents are not here, because nobody can find them.
-    pub(super) fn remove_orphans(&mut self) {
+    /// Removes records whose parents are neither here nor among those that `waits` knows, because nobody can find
+    /// them.
+    pub(super) fn remove_orphans(&mut self, waits: impl Fn(Option<BlockKey>) -> bool) {
         loop {
-            let is_orphan = |entry: &Entry| !self.has_parent(&entry.note);
+            let is_orphan = |entry: &Entry| !self.has_parent(&entry.note) && !waits(entry.note.parent);
             let orphans = self.records.iter().filter(|(_, entry)| is_orphan(entry));
             let keys: Vec<BlockKey> = orphans.map(|(key, _)| *key).collect();
             if keys.is_empty() {

@@ -29,7 +29,10 @@ pub struct SlabUsage {
     pub read_errors: u64,
     /// Batches and checkpoints that the disk refused.
     pub write_errors: u64,
-    /// Records that were not stored, because the queue was full or they did not fit.
+    /// Batches that were given up, because the disk had not ended a write at its deadline.
+    pub write_deadline_exceeded: u64,
+    /// Records that were not stored: the queue was full, they did not fit, their parent had left, or the disk was
+    /// late.
     pub stores_dropped: u64,
     /// Records that were evicted.
     pub evicted: u64,
@@ -46,12 +49,14 @@ pub(super) struct Counts {
     pub(super) loads_skipped_slower: u64,
     pub(super) read_errors: u64,
     pub(super) write_errors: u64,
+    pub(super) write_deadline_exceeded: u64,
     pub(super) stores_dropped: u64,
 }
 
 impl Slab {
     /// Returns what the slab contains, and what it has done.
     pub fn usage(&self) -> SlabUsage {
+        self.shared.give_up_late_writes();
         let state = self.shared.state.lock();
         let ((records, cells), evicted) = (state.used(), state.evicted);
         drop(state);
@@ -68,6 +73,7 @@ impl Slab {
             loads_skipped_slower: counts.loads_skipped_slower,
             read_errors: counts.read_errors,
             write_errors: counts.write_errors,
+            write_deadline_exceeded: counts.write_deadline_exceeded,
             stores_dropped: counts.stores_dropped,
             evicted,
         }

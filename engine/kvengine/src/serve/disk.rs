@@ -116,7 +116,7 @@ impl LiveRequest {
     }
 
     /// Queues the blocks of a sample's sequence to be written to the disk, so that prompts that start with the
-    /// same tokens find them. Errors are ignored: the blocks are computed again.
+    /// same tokens find them. An error of the backend is counted, and the blocks are computed again.
     pub(super) fn save_branch(&mut self, runner: &Runner, branch: usize) {
         let (Some(tier), Some(pool)) = (&runner.tier, self.kept_in(runner)) else { return };
         let root = *self.prompt.keys().root();

@@ -15,6 +15,7 @@ mod crowd;
 mod decoys;
 mod devices;
 mod disk;
+mod disk_saves;
 mod disk_waits;
 mod drafts;
 mod endings;
