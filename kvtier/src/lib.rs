@@ -41,7 +41,8 @@ mod error;
 
 pub use error::{Error, Result};
 pub use io::{DiskIo, FileIo, IoChoice, IoWay};
-pub use record::{Record, RecordId, RecordNote};
+pub use record::{AccountId, Record, RecordId, RecordNote};
 pub use slab::{
-    Found, InspectedScope, Inspection, Listing, Loading, Missed, Slab, SlabConfig, SlabUsage, Stored,
+    AccountUsage, Found, InspectedAccount, InspectedScope, Inspection, Listing, Loading, Missed, Slab,
+    SlabConfig, SlabUsage, Stored,
 };

@@ -19,6 +19,7 @@ use kvtier::{RecordId, Slab};
 use crate::metrics::LatencyHistogram;
 use crate::replica::ReplicaDevice;
 
+mod accounts;
 mod fetch;
 mod lookup;
 mod metrics;
@@ -27,6 +28,7 @@ mod prefix;
 mod save;
 mod staging;
 
+use accounts::TierAccounts;
 pub use fetch::{BeganFetch, TierFetch};
 pub(crate) use lookup::TierLookup;
 pub use metrics::TierMetrics;
@@ -56,6 +58,7 @@ pub struct TierLink {
     skips: Arc<AtomicU64>,
     /// The number of saves that the backend refused.
     save_errors: Arc<AtomicU64>,
+    accounts: Arc<TierAccounts>,
     waits: Arc<LatencyHistogram>,
 }
 
@@ -82,15 +85,21 @@ impl TierLink {
             staging,
             skips,
             save_errors: Arc::default(),
+            accounts: Arc::default(),
             waits: Arc::default(),
         }
     }
 
-    /// Returns what the disk contains, what it has done, how long prompts have waited for it, and how many saves the
-    /// backend has refused.
+    /// Returns what the disk contains, what it has done, how long prompts have waited for it, how many saves the backend
+    /// has refused, and what each tenant has on the disk.
     pub fn metrics(&self) -> TierMetrics {
         let save_errors = self.save_errors.load(Ordering::Relaxed);
-        TierMetrics { usage: self.slab.usage(), save_errors, waits: self.waits.snapshot() }
+        TierMetrics {
+            usage: self.slab.usage(),
+            save_errors,
+            tenants: self.tenants(),
+            waits: self.waits.snapshot(),
+        }
     }
 
     /// Returns the identity of a record of whole blocks.

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 
 use kvcore::{BlockId, BlockKey};
-use kvtier::{Record, RecordNote, Stored};
+use kvtier::{AccountId, Record, RecordNote, Stored};
 
 use super::TierLink;
 use crate::cache::{ChunkCacheManager, PieceHold, TenantId};
@@ -27,14 +27,20 @@ impl TierLink {
         self.counted(self.queue_piece(cache, hash, tenant))
     }
 
-    /// Queues blocks of a prefix to be written, except those that are known: `blocks` with the `keys` of the
-    /// chain that starts with `tokens`. The caller must hold the blocks. The last block may be
+    /// Queues blocks of a prefix of a tenant's to be written, except those that are known: `blocks` with the `keys` of
+    /// the chain that starts with `tokens`. The caller must hold the blocks. The last block may be
     /// partial if its key covers that. Waits for the stream, but not for the disk.
     ///
     /// # Errors
     /// Returns the errors of the backend, which are counted in [`TierMetrics`](super::TierMetrics).
-    pub fn save_prefix(&self, tokens: &[u32], keys: &[BlockKey], blocks: &[BlockId]) -> Result<()> {
-        self.counted(self.queue_prefix(tokens, keys, blocks))
+    pub fn save_prefix(
+        &self,
+        account: AccountId,
+        tokens: &[u32],
+        keys: &[BlockKey],
+        blocks: &[BlockId],
+    ) -> Result<()> {
+        self.counted(self.queue_prefix(account, tokens, keys, blocks))
     }
 
     /// Counts the error of a save, if there is one.
@@ -57,12 +63,19 @@ impl TierLink {
             parent: None,
             cost: self.prefill.cost(parcel.tokens.len()),
             text: RecordNote::text_of(&parcel.tokens).filter(|_| is_public(tenant)),
+            account: self.account(cache, tenant),
         };
         let id = self.id(parcel.key, &parcel.tokens, parcel.stored_start, hash.num_blocks);
         Ok(Some(self.slab.store(Record { id, note, buffers: parcel.buffers })))
     }
 
-    fn queue_prefix(&self, tokens: &[u32], keys: &[BlockKey], blocks: &[BlockId]) -> Result<()> {
+    fn queue_prefix(
+        &self,
+        account: AccountId,
+        tokens: &[u32],
+        keys: &[BlockKey],
+        blocks: &[BlockId],
+    ) -> Result<()> {
         let block_size = self.device.arena.layout().shape().block_size;
         let each = tokens.chunks(block_size).zip(keys).zip(blocks).enumerate();
         for (place, ((tokens, &key), &block)) in each {
@@ -71,7 +84,7 @@ impl TierLink {
             }
             let buffers = self.device.read(&[block])?;
             let parent = place.checked_sub(1).map(|before| keys[before]);
-            let note = RecordNote { parent, cost: self.prefill.cost(tokens.len()), text: None };
+            let note = RecordNote { parent, cost: self.prefill.cost(tokens.len()), text: None, account };
             let id = self.id(key, tokens, (place * block_size) as i64, 1);
             // A block without the blocks before it cannot be found.
             if self.slab.store(Record { id, note, buffers }) == Stored::Dropped {
@@ -107,6 +120,7 @@ impl TierSaving {
     /// Queues the blocks of a system prompt, with or without decoys. If the backend refuses to copy one, that is
     /// counted, and the rest is not saved.
     pub(crate) fn save_system(&self, sealed: &SealedPrefix) {
-        drop(self.link.save_prefix(sealed.tokens(), sealed.keys(), &sealed.segment().blocks));
+        let account = self.link.account(&self.cache, self.tenant);
+        drop(self.link.save_prefix(account, sealed.tokens(), sealed.keys(), &sealed.segment().blocks));
     }
 }

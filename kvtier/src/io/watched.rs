@@ -1,4 +1,4 @@
-//! A disk that knows since when its writes have been under way.
+//! A disk that knows since when its requests have been under way.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -9,54 +9,57 @@ use parking_lot::Mutex;
 
 use super::{Direction, DiskIo, IoChoice, IoEnd, IoRequest, OnEnd, Pages};
 
-/// A disk below that is asked to write and to sync, with the times at which it was asked. Nothing waits for the
-/// answers here: whoever wants to give up looks at [`oldest_write`](Self::oldest_write).
+/// A disk below, with the times at which it was asked to read, to write and to sync. Nothing waits for the answers
+/// here: whoever wants to give up looks at [`oldest`](Self::oldest) or [`oldest_write`](Self::oldest_write).
 #[derive(Debug)]
 pub(crate) struct Watched {
     below: Box<dyn DiskIo>,
-    writes: Arc<Mutex<Writes>>,
+    requests: Arc<Mutex<Requests>>,
 }
 
-/// The writes and syncs that have not ended, by their numbers in the order of their starts.
+/// The requests and syncs that have not ended, by their numbers in the order of their starts.
 #[derive(Debug, Default)]
-struct Writes {
+struct Requests {
     started: u64,
-    under_way: BTreeMap<u64, Instant>,
+    under_way: BTreeMap<u64, (Direction, Instant)>,
 }
 
-impl Writes {
-    fn start(&mut self) -> u64 {
+impl Requests {
+    fn start(&mut self, direction: Direction) -> u64 {
         self.started += 1;
-        self.under_way.insert(self.started, Instant::now());
+        self.under_way.insert(self.started, (direction, Instant::now()));
         self.started
     }
 }
 
 impl Watched {
-    /// Watches the writes of a disk.
+    /// Watches a disk.
     pub(crate) fn new(below: Box<dyn DiskIo>) -> Self {
-        Self { below, writes: Arc::default() }
+        Self { below, requests: Arc::default() }
+    }
+
+    /// Returns the time at which the oldest request or sync that has not ended was started.
+    pub(crate) fn oldest(&self) -> Option<Instant> {
+        self.requests.lock().under_way.values().next().map(|&(_, since)| since)
     }
 
     /// Returns the time at which the oldest write or sync that has not ended was started.
     pub(crate) fn oldest_write(&self) -> Option<Instant> {
-        self.writes.lock().under_way.values().next().copied()
+        let requests = self.requests.lock();
+        let mut writes = requests.under_way.values().filter(|(direction, _)| *direction == Direction::Write);
+        writes.next().map(|&(_, since)| since)
     }
 }
 
 impl DiskIo for Watched {
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd) {
-        let mut writes = self.writes.lock();
-        let number = |request: &IoRequest| (request.direction == Direction::Write).then(|| writes.start());
-        let numbers: Vec<Option<u64>> = requests.iter().map(number).collect();
-        drop(writes);
-        if numbers.iter().all(Option::is_none) {
-            return self.below.start(requests, on_end);
-        }
-        let writes = Arc::clone(&self.writes);
+        let mut watched = self.requests.lock();
+        let numbers: Vec<u64> = requests.iter().map(|request| watched.start(request.direction)).collect();
+        drop(watched);
+        let watched = Arc::clone(&self.requests);
         let on_end = move |end: IoEnd| {
-            if let Some(number) = numbers[end.index] {
-                writes.lock().under_way.remove(&number);
+            if let Some(number) = numbers.get(end.index) {
+                watched.lock().under_way.remove(number);
             }
             on_end(end);
         };
@@ -80,9 +83,9 @@ impl DiskIo for Watched {
     }
 
     fn sync(&self) -> io::Result<()> {
-        let number = self.writes.lock().start();
+        let number = self.requests.lock().start(Direction::Write);
         let synced = self.below.sync();
-        self.writes.lock().under_way.remove(&number);
+        self.requests.lock().under_way.remove(&number);
         synced
     }
 }

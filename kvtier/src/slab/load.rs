@@ -254,8 +254,7 @@ impl Shared {
     /// Returns the place of a record, which is not evicted until it is [released](Self::release).
     fn place(&self, id: &RecordId) -> Result<Place, Missed> {
         let mut state = self.state.lock();
-        let entry = state.touch(&id.key).ok_or(Missed::Absent)?;
-        entry.readers += 1;
+        let entry = state.hold(&id.key).ok_or(Missed::Absent)?;
         Ok(Place { sequence: entry.sequence, payload: entry.payload, runs: entry.runs.clone() })
     }
 
@@ -264,9 +263,7 @@ impl Shared {
         let read = if loaded.is_ok() { place.payload } else { 0 };
         self.rates.lock().end(read);
         let mut state = self.state.lock();
-        if let Some(entry) = state.get_mut(&id.key).filter(|entry| entry.sequence == place.sequence) {
-            entry.readers -= 1;
-        }
+        state.release(&id.key, place.sequence);
         match loaded {
             Err(Missed::Damaged | Missed::Failed(_)) => state.quarantine(&id.key, place.sequence),
             Err(Missed::Differs) => state.doubt(&id.key, place.sequence),

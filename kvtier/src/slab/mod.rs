@@ -14,6 +14,8 @@
 //!   and asked later whether it has ended. If a write has not ended at its
 //!   [deadline](SlabConfig::write_deadline), stores are dropped until it has.
 //! - **A parent stays at least as long as its children**, so that what is left of a chain can be found.
+//! - **Records of other models leave first**, and then those of the tenant that uses the largest part of what it may
+//!   use. A tenant that floods the disk therefore pushes out its own records.
 
 use std::fmt;
 use std::fs;
@@ -22,9 +24,10 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvcore::BlockKey;
+use kvcore::{BlockKey, PolicyKind};
 use parking_lot::{Condvar, Mutex, RwLock};
 
+mod accounts;
 mod cells;
 mod geometry;
 mod inspect;
@@ -33,6 +36,7 @@ mod load;
 mod open;
 mod order;
 mod queue;
+mod ranking;
 mod rates;
 mod state;
 mod table;
@@ -40,14 +44,15 @@ mod touch;
 mod usage;
 mod write;
 
+use accounts::Group;
 use geometry::Geometry;
-pub use inspect::{InspectedScope, Inspection};
+pub use inspect::{InspectedAccount, InspectedScope, Inspection};
 pub use load::{Found, Listing, Loading, Missed};
 use queue::Queue;
 use rates::ReadRates;
 use state::SlabState;
 use usage::Counts;
-pub use usage::SlabUsage;
+pub use usage::{AccountUsage, SlabUsage};
 
 use crate::error::{Error, Result};
 use crate::io::{DiskIo, FileIo, IoChoice, IoWay, Watched};
@@ -65,13 +70,16 @@ pub struct SlabConfig {
     /// The way of I/O, or `None` for the best one that works here.
     pub io: Option<IoWay>,
     /// The longest time for one write or sync. After it, everything that waits or is being written is dropped, and
-    /// further records are dropped until the disk has answered.
+    /// further records are dropped until the disk has answered. A slab is not opened if one request takes longer.
     pub write_deadline: Duration,
+    /// The policy that decides which records of a tenant leave first, apart from those that others need. Records have
+    /// no priorities, so that [`PolicyKind::Priority`] is the same as [`PolicyKind::Lru`].
+    pub policy: PolicyKind,
 }
 
 impl Default for SlabConfig {
-    /// Returns the default settings: 10 GiB, cells of 64 KiB, a queue of 256 MiB, the best way of I/O, and 30
-    /// seconds for a write.
+    /// Returns the default settings: 10 GiB, cells of 64 KiB, a queue of 256 MiB, the best way of I/O, 30 seconds
+    /// for a write, and LRU.
     fn default() -> Self {
         Self {
             limit: 10 << 30,
@@ -79,6 +87,7 @@ impl Default for SlabConfig {
             queue_bytes: 256 << 20,
             io: None,
             write_deadline: Duration::from_secs(30),
+            policy: PolicyKind::Lru,
         }
     }
 }
@@ -91,7 +100,7 @@ pub enum Stored {
     /// This record is stored already, or waits to be written.
     Known,
     /// The record was dropped, because the queue is full, the disk has not ended a write at its deadline, the
-    /// record is larger than the slab allows, or its parent is not here.
+    /// record is larger than the slab or its tenant's limit allows, or its parent is not here.
     Dropped,
 }
 
@@ -110,7 +119,7 @@ pub struct Slab {
 
 /// The state that the slab shares with the threads that write.
 struct Shared {
-    io: Watched,
+    io: Arc<Watched>,
     geometry: Geometry,
     config: SlabConfig,
     scope: BlockKey,
@@ -142,8 +151,8 @@ impl Slab {
     /// - Returns [`Error::NotAFolder`] if the path is a file.
     /// - Returns [`Error::InUse`] if another process has opened the folder.
     /// - Returns [`Error::LimitTooSmall`] if the limit is too small for a few records.
-    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder, or if
-    ///   [`SlabConfig::io`] is a way of I/O that cannot be used here.
+    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder, if the disk
+    ///   does not answer within [`SlabConfig::write_deadline`], or if [`SlabConfig::io`] is a way of I/O that cannot be used here.
     pub fn open(folder: &Path, scope: BlockKey, config: SlabConfig) -> Result<Self> {
         if folder.exists() && !folder.is_dir() {
             return Err(Error::NotAFolder { path: folder.to_owned() });
@@ -167,24 +176,9 @@ impl Slab {
         config: SlabConfig,
         lock: Option<fs::File>,
     ) -> Result<Self> {
-        let io = Watched::new(io);
-        let wanted = Geometry::within(config.limit, config.cell_bytes)?;
-        let known = open::geometry(&io).map_err(Error::at("cannot read", path))?;
-        let size = io.size().map_err(Error::at("cannot read", path))?;
-        // A file that was cut short has lost cells, so it is created anew.
-        let known = known.filter(|known| known.file_bytes() <= size);
-        // Tables have room for a few times the first size. A file that is still much smaller than its limit is
-        // not worth keeping.
-        let kept = known.and_then(|known| known.grown(config.limit));
-        let kept = kept.filter(|kept| 2 * kept.file_bytes() >= wanted.file_bytes());
-        let geometry = kept.unwrap_or(wanted);
-        let emptied = if kept.is_some() { Ok(()) } else { io.resize(0) };
-        let resized = emptied.and_then(|()| io.resize(geometry.file_bytes()));
-        resized.map_err(Error::at("cannot reserve the disk tier's limit in", path))?;
-        let prepare = if kept.is_none() { open::format } else { open::superblock };
-        prepare(&io, geometry).map_err(Error::at("cannot write", path))?;
-        let mut state = open::restore(&io, geometry).map_err(Error::at("cannot read", path))?;
-        state.prefer(&scope);
+        let lock = Arc::new(lock);
+        let io = Arc::new(Watched::new(io));
+        let (geometry, state) = open::open_within(&io, path, scope, config, &lock)?;
         let shared = Arc::new(Shared {
             io,
             geometry,
@@ -198,7 +192,7 @@ impl Slab {
             counts: Mutex::default(),
             rates: Mutex::default(),
         });
-        let mut this = Self { shared, writers: Vec::new(), lock: Arc::new(lock) };
+        let mut this = Self { shared, writers: Vec::new(), lock };
         for _ in 0..WRITERS {
             let (shared, lock) = (Arc::clone(&this.shared), Arc::clone(&this.lock));
             let writer = std::thread::Builder::new().name("kvtier-writer".to_owned());
@@ -226,7 +220,9 @@ impl Slab {
             return Stored::Known;
         }
         let has_parent = shared.state.lock().has_parent(&record.note);
-        let fits = shared.geometry.cells_for(bytes) <= shared.geometry.cells / 2
+        let cells = shared.geometry.cells_for(bytes);
+        let fits = cells <= shared.geometry.cells / 2
+            && shared.state.lock().allows(record.note.account, cells)
             && record.buffers.len() <= Header::MOST_LISTED / 2;
         let is_late = shared.give_up_late_writes();
         let mut queue = shared.queue.lock();
@@ -254,6 +250,11 @@ impl Slab {
     /// Returns the way of I/O and why better ones are not used, or `None` if the file is none of [`FileIo`].
     pub fn io_choice(&self) -> Option<&IoChoice> {
         self.shared.io.choice()
+    }
+
+    /// Returns the key of the model, tokenizer and format of this process.
+    pub fn scope(&self) -> &BlockKey {
+        &self.shared.scope
     }
 
     /// Returns the time in which the disk is expected to read `bytes`, by moving averages of the loads so far.

@@ -12,10 +12,11 @@ use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
 use super::geometry::Geometry;
 use super::open::write;
 use super::queue::batch_record;
+use super::state::NoCells;
 use super::table::Listed;
-use super::{Shared, SlabState};
+use super::{Group, Shared, SlabState};
 use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, Window, run};
-use crate::record::{CellRun, Header, Record};
+use crate::record::{AccountId, CellRun, Header, Record};
 
 /// The largest request in bytes.
 pub(super) const REQUEST: usize = 256 << 10;
@@ -56,14 +57,6 @@ fn seconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// The reason why a record gets no cells.
-enum NoCells {
-    /// Nothing that may leave makes enough room.
-    NoRoom,
-    /// The disk refuses the checkpoint that would open them.
-    Refused,
-}
-
 impl Shared {
     /// Writes batches until the slab is closed and nothing is left to write. Several threads do so at once: one
     /// copies while another one waits for the disk.
@@ -79,12 +72,13 @@ impl Shared {
                     break;
                 }
                 let payload = record.payload_len();
-                let mut runs = self.state.lock().take(payload).ok_or(NoCells::NoRoom);
-                if runs.is_err() {
+                let account = record.note.account;
+                let mut runs = self.state.lock().take(account, payload);
+                if matches!(runs, Err(NoCells::NotYet)) {
                     // A checkpoint lists written records, and forgets the cells of others.
                     self.write_batch(number, std::mem::take(&mut placed));
                     drop(writing);
-                    (runs, writing) = self.open_cells(payload);
+                    (runs, writing) = self.open_cells(account, payload);
                 }
                 match runs {
                     Ok(runs) => {
@@ -93,7 +87,7 @@ impl Shared {
                         let (sequence, created, identity) = (state.sequence, seconds(), record.id.digest());
                         placed.push(Placed { record, runs, sequence, created, identity, digest: 0 });
                     }
-                    Err(reason) => self.drop_record(number, &record, &reason),
+                    Err(reason) => self.drop_record(number, &record, reason),
                 }
             }
             drop(placing);
@@ -105,29 +99,34 @@ impl Shared {
     }
 
     /// Drops a record of a batch that gets no cells.
-    fn drop_record(&self, number: u64, record: &Record, reason: &NoCells) {
+    fn drop_record(&self, number: u64, record: &Record, reason: NoCells) {
         let mut queue = self.queue.lock();
         let is_kept = queue.settle(number, &[batch_record(record)]);
         self.count(|counts| match reason {
             NoCells::Refused => counts.write_errors += 1,
             // What was given up is counted already.
-            NoCells::NoRoom => counts.stores_dropped += u64::from(is_kept),
+            NoCells::NotYet | NoCells::NoRoom => counts.stores_dropped += u64::from(is_kept),
         });
     }
 
     /// Takes cells for a payload after a checkpoint has opened some.
-    fn open_cells(&self, payload: usize) -> (Result<Vec<CellRun>, NoCells>, RwLockReadGuard<'_, ()>) {
+    fn open_cells(
+        &self,
+        account: AccountId,
+        payload: usize,
+    ) -> (Result<Vec<CellRun>, NoCells>, RwLockReadGuard<'_, ()>) {
         // Waits for the batches of other threads, so that the checkpoint lists them.
         let alone = self.writing.write();
         let open = || {
-            if let Some(runs) = self.state.lock().take(payload) {
-                return Ok(runs);
+            let taken = self.state.lock().take(account, payload);
+            if !matches!(taken, Err(NoCells::NotYet)) {
+                return taken;
             }
             if !self.state.lock().make_room(payload) {
                 return Err(NoCells::NoRoom);
             }
             self.checkpoint(payload).map_err(|_| NoCells::Refused)?;
-            self.state.lock().take(payload).ok_or(NoCells::NoRoom)
+            self.state.lock().take(account, payload)
         };
         (open(), RwLockWriteGuard::downgrade(alone))
     }
@@ -145,9 +144,9 @@ impl Shared {
         if batch.is_empty() {
             return;
         }
-        let in_time = || match self.queue.lock().is_given_up(number) {
-            true => Err(io::Error::from(io::ErrorKind::TimedOut)),
-            false => Ok(()),
+        let in_time = || {
+            let is_given_up = self.queue.lock().is_given_up(number);
+            if is_given_up { Err(io::Error::from(io::ErrorKind::TimedOut)) } else { Ok(()) }
         };
         let written = in_time().and_then(|()| self.write_payloads(&mut batch)).and_then(|()| in_time());
         let written = written.and_then(|()| self.write_headers(&batch)).and_then(|()| self.io.sync());
@@ -163,10 +162,10 @@ impl Shared {
             let is_orphan = !state.has_parent(&note) && !queue.waits(note.parent);
             orphans += u64::from(is_orphan && is_kept);
             if written.is_ok() && is_kept && !is_orphan {
-                let (key, scope) = (record.id.key, self.scope);
-                state.insert(Listed { key, scope, sequence, payload, note, created, identity, runs });
+                let (key, scope, uses) = (record.id.key, self.scope, 0);
+                state.insert(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
             } else {
-                state.give_back(runs);
+                state.give_back(Group::Own(note.account), runs);
             }
         }
         if written.is_err() || !is_kept {
@@ -183,7 +182,7 @@ impl Shared {
     }
 
     fn write_payloads(&self, batch: &mut [Placed]) -> io::Result<()> {
-        let window = Window::new(&self.io);
+        let window = Window::new(&*self.io);
         for Placed { record, runs, digest, .. } in batch {
             let mut spans = spans(self.geometry, runs, record.payload_len()).into_iter();
             let mut offset = 0;
@@ -225,7 +224,7 @@ impl Shared {
     }
 
     fn run(&self, requests: Vec<IoRequest>) -> io::Result<()> {
-        run(&self.io, requests, None).map(drop).map_err(|fault| match fault {
+        run(&*self.io, requests, None).map(drop).map_err(|fault| match fault {
             crate::io::RunFault::Failed(error) => error,
             crate::io::RunFault::Late => io::ErrorKind::TimedOut.into(),
         })
@@ -234,7 +233,7 @@ impl Shared {
     /// Writes a checkpoint that opens cells for a payload. The caller guarantees that no batch is being written.
     fn checkpoint(&self, payload: usize) -> io::Result<()> {
         let table = self.state.lock().checkpoint(payload);
-        write(&self.io, self.geometry.table_offset(table.generation), table.pages())?;
+        write(&*self.io, self.geometry.table_offset(table.generation), table.pages())?;
         self.io.sync()?;
         SlabState::opened(&mut self.state.lock(), &table);
         Ok(())

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvcore::BlockKey;
 use kvtier::io::{Direction, IoEnd, IoRequest, OnEnd, Pages};
 use kvtier::{DiskIo, FileIo, IoWay, Slab, SlabConfig};
 use parking_lot::Mutex;
@@ -94,8 +95,13 @@ impl TestDisk {
 
     /// Opens a slab of the tests' size with settings.
     pub(crate) fn open_with(&self, config: SlabConfig) -> kvtier::Result<Slab> {
+        self.open_for(scope(), config)
+    }
+
+    /// Opens a slab of the tests' size for a model, with settings.
+    pub(crate) fn open_for(&self, scope: BlockKey, config: SlabConfig) -> kvtier::Result<Slab> {
         let config = SlabConfig { limit: LIMIT, cell_bytes: 8 << 10, queue_bytes: 4 << 20, ..config };
-        Slab::over(Box::new(self.clone()), Path::new("test"), scope(), config, None)
+        Slab::over(Box::new(self.clone()), Path::new("test"), scope, config, None)
     }
 
     pub(crate) fn state(&self) -> parking_lot::MutexGuard<'_, TestState> {

@@ -16,6 +16,7 @@ mod decoys;
 mod devices;
 mod disk;
 mod disk_saves;
+mod disk_tenants;
 mod disk_waits;
 mod drafts;
 mod endings;
