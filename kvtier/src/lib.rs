@@ -46,7 +46,8 @@ pub use error::{Error, Result};
 pub use file::{RecordReader, RecordWriter};
 pub use io::{DiskIo, FileIo, IoChoice, IoWay};
 pub use known::{Gone, KnownKeys};
-pub use record::{Record, RecordId, RecordNote};
+pub use record::{AccountId, Record, RecordId, RecordNote};
 pub use slab::{
-    Found, InspectedScope, Inspection, Listing, Loading, Missed, Slab, SlabConfig, SlabUsage, Stored,
+    AccountUsage, Found, InspectedAccount, InspectedScope, Inspection, Listing, Loading, Missed, Slab,
+    SlabConfig, SlabUsage, Stored,
 };

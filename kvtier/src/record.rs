@@ -3,12 +3,13 @@
 //! A record is the same on every carrier. On a disk, its first page is a header:
 //!
 //! ```text
-//!   page 0     magic, version, sequence number, key, scope, stored start, lengths, digest, places, checksum
+//!   page 0     magic, version, sequence number, key, scope, stored start, lengths, digest, note, places, checksum
 //!   page 1…    the label, the tokens and the buffers, one after another; the last page is filled with zeros
 //! ```
 //!
 //! All numbers are little-endian. The checksum covers the header, and the digest covers everything after it.
 
+use std::fmt;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Duration;
@@ -57,6 +58,38 @@ pub struct Record {
     pub buffers: Vec<Vec<u8>>,
 }
 
+/// The account of a tenant: a number that follows from a key of the tenant, and does not tell the tenant's name.
+/// Prints as hexadecimal digits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct AccountId(u64);
+
+impl AccountId {
+    /// The account of the default tenant.
+    pub const DEFAULT: Self = Self(0);
+
+    /// Returns the account of the tenant whose keys derive from `root`.
+    pub fn of(root: &BlockKey) -> Self {
+        let digest = xxh3_64(root.derive("kvtier account v1").as_bytes());
+        Self(digest.max(1))
+    }
+
+    /// Returns the account that files contain as this number.
+    pub(crate) fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
+    /// Returns the number that files contain.
+    pub(crate) fn bits(self) -> u64 {
+        self.0
+    }
+}
+
+impl fmt::Display for AccountId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:016x}", self.0)
+    }
+}
+
 /// What a carrier knows about a record without reading its contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct RecordNote {
@@ -69,6 +102,8 @@ pub struct RecordNote {
     /// key was not found; see [`text_of`](Self::text_of). `None` if others must not learn that these tokens
     /// are stored.
     pub text: Option<NonZeroU64>,
+    /// The account of the tenant that the record belongs to.
+    pub account: AccountId,
 }
 
 impl RecordNote {
@@ -87,11 +122,12 @@ impl RecordNote {
     }
 
     /// Returns the note that files contain as these numbers. A parent of zeros is none.
-    pub(crate) fn of_file(parent: BlockKey, nanoseconds: u64, text: u64) -> Self {
+    pub(crate) fn of_file(parent: BlockKey, nanoseconds: u64, text: u64, account: u64) -> Self {
         Self {
             parent: (*parent.as_bytes() != [0; 32]).then_some(parent),
             cost: Duration::from_nanos(nanoseconds),
             text: NonZeroU64::new(text),
+            account: AccountId::from_bits(account),
         }
     }
 
@@ -175,10 +211,10 @@ impl<F: FnMut(Option<Pages>) -> Option<Pages>> Scattered<F> {
 const MAGIC: [u8; 8] = *b"KVRECORD";
 
 /// The version of the header and of the payload. A record of another version is never read.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// The length of the fields in front of the lists.
-const FIXED: usize = 184;
+const FIXED: usize = 192;
 
 /// The decoded header of a record on a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -238,6 +274,7 @@ impl Header {
         put(&self.note.nanoseconds().to_le_bytes());
         put(&self.note.text.map_or(0, NonZeroU64::get).to_le_bytes());
         put(&self.note.parent_bytes());
+        put(&self.note.account.bits().to_le_bytes());
         put(&self.created.to_le_bytes());
         for &buffer in &self.buffers {
             put(&(buffer as u64).to_le_bytes());
@@ -278,7 +315,8 @@ impl Header {
         let runs = half(take(4)?)? as usize;
         let identity = word(take(8)?)?;
         let (cost, text) = (word(take(8)?)?, word(take(8)?)?);
-        let note = RecordNote::of_file(BlockKey::from_bytes(take(32)?.try_into().ok()?), cost, text);
+        let parent = BlockKey::from_bytes(take(32)?.try_into().ok()?);
+        let note = RecordNote::of_file(parent, cost, text, word(take(8)?)?);
         let created = word(take(8)?)?;
         if buffers.checked_add(runs)? > Self::MOST_LISTED {
             return None;

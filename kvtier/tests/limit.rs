@@ -68,7 +68,13 @@ fn samples_stay_within_the_limit(way: IoWay) {
                 limit.fetch_add(2 << 20, Ordering::SeqCst);
             }
             let limit = limit.load(Ordering::SeqCst);
-            let config = SlabConfig { limit, cell_bytes: CELL, queue_bytes: 1 << 20, io: Some(way) };
+            let config = SlabConfig {
+                limit,
+                cell_bytes: CELL,
+                queue_bytes: 1 << 20,
+                io: Some(way),
+                ..SlabConfig::default()
+            };
             let slab = Slab::open(folder, scope, config).unwrap();
             work(&slab, &mut dice, 150);
             assert!(slab.usage().records > 0);

@@ -29,12 +29,14 @@ pub(crate) fn inspect(args: &InspectArgs) -> Result<()> {
     if scopes.is_empty() {
         return Ok(());
     }
-    let mut table = table(&["model", "records", "of prefixes", "size", "oldest", "newest", "took", "layout"]);
+    let mut table =
+        table(&["model", "records", "of prefixes", "tenants", "size", "oldest", "newest", "took", "layout"]);
     for scope in scopes {
         table.add_row([
             scope.scope.clone(),
             scope.records.to_string(),
             scope.chained.to_string(),
+            scope.accounts.len().to_string(),
             mib(scope.bytes),
             ago(scope.created[0]),
             ago(scope.created[1]),

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 use kvchunk::{ChunkCacheConfig, ComputeMode, Recompute};
 use kvengine::{Engine, EngineConfig, Request};
 use kvmodel::{ModelDirectory, TextCodec};
-use kvtier::SlabConfig;
 use serde::Serialize;
 
 use crate::args::WarmArgs;
@@ -56,7 +55,7 @@ pub(crate) fn warm(args: &WarmArgs) -> Result<()> {
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
-    engine.open_disk(&args.disk, SlabConfig { limit: args.disk_limit, ..SlabConfig::default() })?;
+    engine.open_disk(&args.disk, args.file.config())?;
     let report = compute(args, &mut engine, &codec, &way, &documents)?;
     let mut out = std::io::stdout().lock();
     if args.json {

@@ -55,7 +55,17 @@ fn warm_documents_are_found_in_any_prompt() {
     let kv_text = kv.to_str().unwrap();
     let warm = |sources: &[&Path]| -> Value {
         let sources: Vec<&str> = sources.iter().map(|path| path.to_str().unwrap()).collect();
-        let options = ["--disk", kv_text, "--disk-limit", "32MiB", "--system", SYSTEM, "--json"];
+        let options = [
+            "--disk",
+            kv_text,
+            "--disk-limit",
+            "32MiB",
+            "--disk-policy",
+            "s3-fifo",
+            "--system",
+            SYSTEM,
+            "--json",
+        ];
         let way = ["--chunks", "with-system"];
         run_json(&[&["warm"], &sources[..], &options, &way].concat())
     };
@@ -77,6 +87,13 @@ fn warm_documents_are_found_in_any_prompt() {
     assert_eq!(missed(&answer), vec!["other_context".into(); 2] as Vec<Value>);
     let inspected = run_json(&["inspect", kv_text, "--check", "--json"]);
     assert!(inspected["records"].as_u64() >= Some(6) && inspected["damaged"] == 0, "{inspected}");
+    let accounts = &inspected["scopes"][0]["accounts"];
+    assert_eq!(
+        (accounts.as_array().unwrap().len(), &accounts[0]["account"]),
+        (1, &Value::Null),
+        "{inspected}"
+    );
+    assert_eq!(accounts[0]["records"], inspected["records"]);
     let table = String::from_utf8(kvc(&["inspect", kv_text]).stdout).unwrap();
     assert!(table.contains("records in") && table.contains("layers, K"), "{table}");
 }
@@ -107,6 +124,8 @@ fn wrong_folders_sizes_and_documents_are_named() {
     fails(&["run", "--disk", folder, "--disk-limit", "100KiB", "-p", "x"], 1, "at least");
     fails(&["run", "--disk", folder, "--disk-limit", "ten", "-p", "x"], 2, "50GiB");
     fails(&["run", "--disk-limit", "1GiB", "-p", "x"], 2, "--disk");
+    fails(&["run", "--disk-policy", "tiny-lfu", "-p", "x"], 2, "--disk");
+    fails(&["run", "--disk", folder, "--disk-policy", "random", "-p", "x"], 2, "s3-fifo");
     fails(&["run", "--disk", folder, "--cache", "grouped", "-p", "x"], 1, "paged cache");
     fails(&["inspect", empty], 1, "contains no slab");
     fails(&["warm", empty, "--disk", folder], 1, "contains no documents");

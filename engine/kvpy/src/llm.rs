@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kvchunk::{LoadRule, MissReason, Recompute, Reuse, TierMetrics};
+use kvcore::PolicyKind;
 use kvengine::{
     Answer, AnswerEvent, BUILT_IN_DECOYS, DefaultReuse, Engine, EngineConfig, FinishReason, Generation,
     PromptTokens, Request,
@@ -23,7 +24,7 @@ use crate::chunks::PyChunkCacheConfig;
 use crate::device::{ModelDevice, open_model};
 use crate::error::{CallError, KvCacheError, Result};
 use crate::metrics::PyChunkCacheMetrics;
-use crate::names::dtype;
+use crate::names::{dtype, named};
 use crate::prompt::PyChunkedPrompt;
 use crate::sampling::SamplingParams;
 
@@ -267,12 +268,14 @@ impl Llm {
     /// recomputed. Without `enable_chunk_cache`, prompts are answered with ordinary attention.
     ///
     /// With `disk`, documents and prompts outlive the program in a file of `disk_limit` bytes in that folder. They are
-    /// loaded if that is expected to be faster than computing them, or always with `disk_loads="always"`.
+    /// loaded if that is expected to be faster than computing them, or always with `disk_loads="always"`. When the file is
+    /// full, `disk_policy` determines which of them leave first: `"lru"`, `"s3-fifo"` or `"tiny-lfu"` (`"priority"` is
+    /// the same as `"lru"`).
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, decoys = None, dtype_name = "float32",
         block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None, disk = None, disk_limit = 10 << 30,
-        disk_loads = "faster"
+        disk_loads = "faster", disk_policy = "lru"
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -290,7 +293,9 @@ impl Llm {
         disk: Option<PathBuf>,
         disk_limit: u64,
         disk_loads: &str,
+        disk_policy: &str,
     ) -> PyResult<Self> {
+        let policy: PolicyKind = named("disk_policy", disk_policy)?;
         let rule = match disk_loads {
             "faster" => LoadRule::IfFaster,
             "always" => LoadRule::Always(PATIENCE),
@@ -332,7 +337,7 @@ impl Llm {
         };
         let (mut engine, codec, way, notes) = py.detach(|| Self::load(&model, config, opened, way))?;
         if let Some(folder) = disk {
-            let config = SlabConfig { limit: disk_limit, ..SlabConfig::default() };
+            let config = SlabConfig { limit: disk_limit, policy, ..SlabConfig::default() };
             py.detach(|| engine.open_disk(&folder, config)).map_err(CallError::from)?;
             engine.load_from_disk(rule);
         }
@@ -402,8 +407,10 @@ impl Llm {
 
     /// Returns what the disk contains and has done, by name, or `None` without a disk.
     fn get_disk_stats(&self, py: Python<'_>) -> PyResult<Option<Py<PyDict>>> {
-        let Some(TierMetrics { usage, .. }) = self.engine(py).disk_metrics() else { return Ok(None) };
-        Ok(Some(numbers(py, usage)?.unbind()))
+        let Some(metrics) = self.engine(py).disk_metrics() else { return Ok(None) };
+        let stats = numbers(py, metrics.usage)?;
+        stats.set_item("save_errors", metrics.save_errors)?;
+        Ok(Some(stats.unbind()))
     }
 
     /// Returns the disk's metrics in the text format of Prometheus, or an empty string without a disk.

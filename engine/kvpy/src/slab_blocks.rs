@@ -108,7 +108,7 @@ impl SlabBlocks {
         let id = self.id(name, &tokens, start);
         let parent = parent.map(|name| self.id(&name, &[], 0).key);
         let cost = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-        let note = RecordNote { parent, cost, text: text_of(text, &tokens) };
+        let note = RecordNote { parent, cost, text: text_of(text, &tokens), ..RecordNote::default() };
         let store = || {
             if slab.contains(&id.key) {
                 return Ok(Stored::Known);

@@ -6,6 +6,7 @@ import signal
 import threading
 import types
 from collections.abc import Sequence
+from typing import Any
 
 import kvcache
 import pytest
@@ -226,9 +227,9 @@ def test_a_signal_handler_that_raises_ends_the_answers(llm: kvcache.LLM) -> None
     assert answer.text.strip() == "blue"
 
 
-def on_disk(folder: pathlib.Path) -> kvcache.LLM:
+def on_disk(folder: pathlib.Path, **settings: Any) -> kvcache.LLM:
     config = kvcache.ChunkCacheConfig(chunk_separator="##", memory_share=0.5)
-    return kvcache.LLM(MODEL, chunk_cache_config=config, disk=folder, disk_limit=8 << 20, disk_loads="always")
+    return kvcache.LLM(MODEL, chunk_cache_config=config, disk=folder, disk_limit=8 << 20, disk_loads="always", **settings)
 
 
 def test_documents_outlive_the_program_on_a_disk(tmp_path: pathlib.Path) -> None:
@@ -239,11 +240,12 @@ def test_documents_outlive_the_program_on_a_disk(tmp_path: pathlib.Path) -> None
         on_disk(tmp_path)
     first.close_disk()
     assert first.get_disk_stats() is None and first.disk_prometheus() == ""
-    second = on_disk(tmp_path)
+    second = on_disk(tmp_path, disk_policy="tiny-lfu")
     (again,) = second.generate(OTHER)
     assert again.text.strip() == "red" and again.missed == [None, None]
     stats = second.get_disk_stats()
     assert stats is not None and stats["hits"] >= 2 and stats["records"] >= 2 and stats["damaged"] == 0
+    assert (stats["save_errors"], stats["write_deadline_exceeded"]) == (0, 0)
     assert f'kv_tier_hits_total{{tier="disk"}} {float(stats["hits"])}' in second.disk_prometheus()
 
 
@@ -275,3 +277,5 @@ def test_a_folder_that_cannot_be_a_disk_is_named(tmp_path: pathlib.Path) -> None
         kvcache.LLM(MODEL, disk=tmp_path, disk_limit=1000)
     with pytest.raises(ValueError, match='use "faster" or "always"'):
         kvcache.LLM(MODEL, disk=tmp_path, disk_loads="never")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="disk_policy"):
+        kvcache.LLM(MODEL, disk=tmp_path, disk_policy="random")  # type: ignore[arg-type]

@@ -453,10 +453,10 @@ impl Assembly {
         if let Some(saving) = &self.saving {
             for part in [&self.system, &self.decoys] {
                 if let SystemPart::Sealed(sealed) = part {
-                    saving.save_system(sealed)?;
+                    saving.save_system(sealed);
                 }
             }
-            saving.save(&stored)?;
+            saving.save(&stored);
         }
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
         for piece in pieces.chain(self.own.values_mut().map(|own| &mut own.piece)) {

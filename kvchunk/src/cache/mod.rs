@@ -266,6 +266,11 @@ impl ChunkCacheManager {
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
     }
 
+    /// Returns the description of the tenant with this ID, if there is one.
+    pub(crate) fn described(&self, tenant: TenantId) -> Option<Tenant> {
+        self.0.lock().accounts.get(tenant.0 as usize).map(|account| account.tenant.clone())
+    }
+
     /// Returns the tenant with this tag, or the default tenant if `tag` is `None`, and the root of its keys.
     /// That root is derived from `root`, which all tenants share.
     ///

@@ -47,6 +47,9 @@ pub struct Tenant {
     pub salt: Vec<u8>,
     /// The maximum number of blocks for the tenant's pieces. `None` allows the whole pool.
     pub max_blocks: Option<usize>,
+    /// The maximum number of bytes for the tenant's records on a disk below the cache. `None` allows the whole
+    /// disk.
+    pub max_disk_bytes: Option<u64>,
 }
 
 impl Tenant {
@@ -55,7 +58,7 @@ impl Tenant {
 
     /// Creates a tenant that may use the whole pool. Its salt is its tag.
     pub fn new(tag: &str) -> Self {
-        Self { tag: tag.to_owned(), salt: tag.as_bytes().to_vec(), max_blocks: None }
+        Self { tag: tag.to_owned(), salt: tag.as_bytes().to_vec(), max_blocks: None, max_disk_bytes: None }
     }
 
     /// Derives the root of this tenant's keys from a root that all tenants share. For a tenant without a

@@ -1,6 +1,8 @@
 //! What a disk contains, what it has done, and how long requests have waited for it.
 
-use kvtier::SlabUsage;
+use std::collections::BTreeMap;
+
+use kvtier::{AccountUsage, SlabUsage};
 use serde::Serialize;
 
 use crate::metrics::{Exposition, Latencies, LatencyColumn, MetricKind, NumberColumn};
@@ -11,12 +13,17 @@ pub struct TierMetrics {
     /// What the disk contains, and what it has done.
     #[serde(flatten)]
     pub usage: SlabUsage,
+    /// Saves of a chunk, or of the blocks of a prefix, that the backend refused, so that nothing was queued.
+    pub save_errors: u64,
+    /// What each tenant that has used the disk in this process has there, by its tag.
+    pub tenants: BTreeMap<String, AccountUsage>,
     /// The times from the start of a prompt's loads until the prompt was looked up.
     pub waits: Latencies,
 }
 
 impl TierMetrics {
-    /// Formats the metrics of several disks for Prometheus. Each name becomes the value of the label `tier`.
+    /// Formats the metrics of several disks for Prometheus. Each name becomes the value of the label `tier`. A tenant's
+    /// tag becomes the value of the label `tenant`.
     ///
     /// ```
     /// use kvchunk::TierMetrics;
@@ -25,10 +32,25 @@ impl TierMetrics {
     /// let text = TierMetrics::prometheus(&[("nvme", &metrics)]);
     /// assert!(text.contains("kv_tier_hits_total{tier=\"nvme\"} 3.0\n"));
     /// assert!(text.contains("kv_tier_limit_bytes{tier=\"nvme\"} 0.0\n"));
+    /// metrics.tenants.entry("alice".to_owned()).or_default().records = 2;
+    /// let text = TierMetrics::prometheus(&[("nvme", &metrics)]);
+    /// assert!(text.contains("kv_tier_tenant_records{tier=\"nvme\",tenant=\"alice\"} 2.0\n"));
     /// ```
     pub fn prometheus(tiers: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
         text.numbers(&NUMBERS, "tier", tiers);
+        for (name, kind, help, value) in TENANT_NUMBERS {
+            let tenants = tiers.iter().flat_map(|(tier, m)| m.tenants.iter().map(move |of| (tier, of)));
+            let samples = tenants.filter_map(|(tier, (tag, usage))| Some((tier, tag, value(usage)?)));
+            let samples: Vec<_> = samples.collect();
+            if samples.is_empty() {
+                continue;
+            }
+            let family = text.family(name, kind, help);
+            for (tier, tag, value) in samples {
+                family.sample(&[("tier", tier), ("tenant", tag)], value);
+            }
+        }
         text.latencies(&WAITS, "tier", tiers);
         text.to_string()
     }
@@ -39,7 +61,7 @@ const WAITS: [LatencyColumn<TierMetrics>; 1] =
         &m.waits
     })];
 
-const NUMBERS: [NumberColumn<TierMetrics>; 13] = [
+const NUMBERS: [NumberColumn<TierMetrics>; 15] = [
     ("kv_tier_bytes", MetricKind::Gauge, "Bytes that contain records or are set aside", |m| {
         m.usage.bytes as f64
     }),
@@ -65,6 +87,27 @@ const NUMBERS: [NumberColumn<TierMetrics>; 13] = [
     ("kv_tier_write_errors", MetricKind::Counter, "Batches that the disk refused", |m| {
         m.usage.write_errors as f64
     }),
+    (
+        "kv_tier_write_deadline_exceeded",
+        MetricKind::Counter,
+        "Batches given up at the deadline of a write",
+        |m| m.usage.write_deadline_exceeded as f64,
+    ),
+    ("kv_tier_save_errors", MetricKind::Counter, "Saves that the backend refused", |m| m.save_errors as f64),
     ("kv_tier_stores_dropped", MetricKind::Counter, "Records not stored", |m| m.usage.stores_dropped as f64),
     ("kv_tier_evicted", MetricKind::Counter, "Records evicted", |m| m.usage.evicted as f64),
+];
+
+/// A number of a tenant: its name, kind, help text, and value if the tenant has one.
+type TenantColumn = (&'static str, MetricKind, &'static str, fn(&AccountUsage) -> Option<f64>);
+
+const TENANT_NUMBERS: [TenantColumn; 4] = [
+    ("kv_tier_tenant_bytes", MetricKind::Gauge, "Bytes of a tenant's records", |m| Some(m.bytes as f64)),
+    ("kv_tier_tenant_records", MetricKind::Gauge, "Records of a tenant", |m| Some(m.records as f64)),
+    ("kv_tier_tenant_limit_bytes", MetricKind::Gauge, "Limit of a tenant that has one", |m| {
+        m.limit_bytes.map(|limit| limit as f64)
+    }),
+    ("kv_tier_tenant_evicted", MetricKind::Counter, "Records of a tenant that were evicted", |m| {
+        Some(m.evicted as f64)
+    }),
 ];

@@ -18,6 +18,7 @@ use kvtier::Slab;
 use crate::metrics::LatencyHistogram;
 use crate::replica::ReplicaDevice;
 
+mod accounts;
 mod fetch;
 mod lookup;
 mod metrics;
@@ -27,6 +28,7 @@ mod prefix;
 mod save;
 mod staging;
 
+use accounts::TierAccounts;
 pub use fetch::{BeganFetch, TierFetch};
 pub(crate) use lookup::TierLookup;
 pub use metrics::TierMetrics;
@@ -55,6 +57,9 @@ pub struct TierLink {
     staging: Arc<Staging>,
     /// The number of prompts whose loads were expected to be slower than computing, from 1.
     skips: Arc<AtomicU64>,
+    /// The number of saves that the backend refused.
+    save_errors: Arc<AtomicU64>,
+    accounts: Arc<TierAccounts>,
     waits: Arc<LatencyHistogram>,
 }
 
@@ -80,13 +85,22 @@ impl TierLink {
             prefill: Arc::default(),
             staging,
             skips,
+            save_errors: Arc::default(),
+            accounts: Arc::default(),
             waits: Arc::default(),
         }
     }
 
-    /// Returns what the disk contains, what it has done, and how long prompts have waited for it.
+    /// Returns what the disk contains, what it has done, how long prompts have waited for it, how many saves the backend
+    /// has refused, and what each tenant has on the disk.
     pub fn metrics(&self) -> TierMetrics {
-        TierMetrics { usage: self.slab.usage(), waits: self.waits.snapshot() }
+        let save_errors = self.save_errors.load(Ordering::Relaxed);
+        TierMetrics {
+            usage: self.slab.usage(),
+            save_errors,
+            tenants: self.tenants(),
+            waits: self.waits.snapshot(),
+        }
     }
 }
 

@@ -72,6 +72,8 @@ impl Assembler<'_> {
         let mut wanted = Vec::new();
         let mut missing = Vec::new();
         if let Some(cache) = self.chunks {
+            // From now on, the tenant's account has its limit, and is counted.
+            link.account(cache, self.tenant.id());
             self.each_piece(prompt, &plan, |place, tokens_before, piece| {
                 if !cache.contains(piece) && piece.resists_collisions() {
                     let (hash, tokens) = (piece.hash(), piece.tokens());

@@ -18,12 +18,14 @@ mod threads;
 #[cfg(target_os = "linux")]
 #[allow(unsafe_code, reason = "the kernel reads and writes memory through pointers")]
 mod uring;
+mod watched;
 mod way;
 mod window;
 
 pub use file::FileIo;
 pub use pages::{PAGE, Pages};
 pub(crate) use reader::ReadOnly;
+pub(crate) use watched::Watched;
 pub use way::{IoChoice, IoWay};
 pub(crate) use window::Window;
 

@@ -3,16 +3,17 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use kvcore::BlockKey;
+use kvcore::{BlockKey, PolicyKind};
 use serde::Serialize;
 
 use super::open;
+use super::state::SlabState;
 use super::table::Listed;
 use super::write::spans;
 use super::{Slab, geometry::Geometry};
 use crate::error::{Error, Result};
 use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, ReadOnly, run};
-use crate::record::Header;
+use crate::record::{AccountId, Header};
 
 /// The contents of a slab.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -48,6 +49,19 @@ pub struct InspectedScope {
     pub created: [u64; 2],
     /// The time that computing all of them took, in milliseconds, as far as it is known.
     pub cost_ms: u64,
+    /// The records by tenant, those with the most bytes first.
+    pub accounts: Vec<InspectedAccount>,
+}
+
+/// The records of one tenant.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct InspectedAccount {
+    /// The tenant's [account](crate::AccountId) in hexadecimal digits, or `None` for the default tenant.
+    pub account: Option<String>,
+    /// The number of records.
+    pub records: usize,
+    /// The number of payload bytes.
+    pub bytes: u64,
 }
 
 impl Slab {
@@ -65,9 +79,11 @@ impl Slab {
         let io = ReadOnly::open(&path).map_err(Error::at("cannot open", &path))?;
         let geometry = open::geometry(&io).map_err(Error::at("cannot read", &path))?;
         let geometry = geometry.ok_or_else(|| Error::NoSlab { path: folder.to_owned() })?;
-        let state = open::restore(&io, geometry).map_err(Error::at("cannot read", &path))?;
+        let state = open::restore(&io, geometry, SlabState::new(geometry, PolicyKind::Lru, None))
+            .map_err(Error::at("cannot read", &path))?;
         let (records, cells) = state.used();
         let mut scopes: BTreeMap<BlockKey, InspectedScope> = BTreeMap::new();
+        let mut accounts: BTreeMap<(BlockKey, AccountId), (usize, u64)> = BTreeMap::new();
         let mut damaged = 0;
         for (done, listed) in state.listed().enumerate() {
             let of_scope = scopes.entry(listed.scope).or_insert_with(|| InspectedScope {
@@ -78,6 +94,7 @@ impl Slab {
                 bytes: 0,
                 created: [u64::MAX, 0],
                 cost_ms: 0,
+                accounts: Vec::new(),
             });
             of_scope.records += 1;
             of_scope.chained += usize::from(listed.note.parent.is_some());
@@ -85,6 +102,8 @@ impl Slab {
             let [oldest, newest] = of_scope.created;
             of_scope.created = [oldest.min(listed.created), newest.max(listed.created)];
             of_scope.cost_ms += listed.note.cost.as_millis() as u64;
+            let of_account = accounts.entry((listed.scope, listed.note.account)).or_default();
+            *of_account = (of_account.0 + 1, of_account.1 + listed.payload as u64);
             if check || of_scope.label.is_none() {
                 match label(&io, geometry, &listed) {
                     Some(label) => of_scope.label = Some(label),
@@ -93,7 +112,15 @@ impl Slab {
             }
             progress(done + 1, records);
         }
+        for ((scope, account), (records, bytes)) in accounts {
+            let account = (account != AccountId::DEFAULT).then(|| account.to_string());
+            let of_account = InspectedAccount { account, records, bytes };
+            scopes.entry(scope).and_modify(|of_scope| of_scope.accounts.push(of_account));
+        }
         let mut scopes: Vec<_> = scopes.into_values().collect();
+        for scope in &mut scopes {
+            scope.accounts.sort_by_key(|account| std::cmp::Reverse(account.bytes));
+        }
         scopes.sort_by_key(|scope| std::cmp::Reverse(scope.bytes));
         Ok(Inspection {
             limit_bytes: geometry.file_bytes(),

@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::write::spans;
 use super::{Shared, Slab};
-use crate::io::{Direction, IoEnd, IoRequest, PAGE, Pages};
+use crate::io::{Direction, DiskIo, IoEnd, IoRequest, PAGE, Pages};
 use crate::known::Gone;
 use crate::record::{CellRun, Header, PayloadFault, RecordId, RecordNote};
 
@@ -255,8 +255,7 @@ impl Shared {
     /// Returns the place of a record, which is not evicted until it is [released](Self::release).
     fn place(&self, id: &RecordId) -> Result<Place, Missed> {
         let mut state = self.state.lock();
-        let entry = state.touch(&id.key).ok_or(Missed::Absent)?;
-        entry.readers += 1;
+        let entry = state.hold(&id.key).ok_or(Missed::Absent)?;
         Ok(Place { sequence: entry.sequence, payload: entry.payload, runs: entry.runs.clone() })
     }
 
@@ -265,9 +264,7 @@ impl Shared {
         let read = if loaded.is_ok() { place.payload } else { 0 };
         self.rates.lock().end(read);
         let mut state = self.state.lock();
-        if let Some(entry) = state.get_mut(&id.key).filter(|entry| entry.sequence == place.sequence) {
-            entry.readers -= 1;
-        }
+        state.release(&id.key, place.sequence);
         match loaded {
             Err(Missed::Damaged | Missed::Failed(_)) => state.quarantine(&id.key, place.sequence),
             Err(Missed::Differs) => state.doubt(&id.key, place.sequence),

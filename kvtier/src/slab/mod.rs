@@ -11,27 +11,31 @@
 //! - **A crash loses only what was not synced.** A [checkpoint](table) lists the records and the cells that may
 //!   be written after it. After a crash, only the headers of these cells are read.
 //! - **Callers do not wait for the disk.** Stores are queued, and dropped if the queue is full. A load is started,
-//!   and asked later whether it has ended.
+//!   and asked later whether it has ended. If a write has not ended at its
+//!   [deadline](SlabConfig::write_deadline), stores are dropped until it has.
 //! - **A parent stays at least as long as its children**, so that what is left of a chain can be found.
+//! - **Records of other models leave first**, and then those of the tenant that uses the largest part of what it may
+//!   use. A tenant that floods the disk therefore pushes out its own records.
 
-use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvcore::BlockKey;
+use kvcore::{BlockKey, PolicyKind};
 use parking_lot::{Condvar, Mutex, RwLock};
 
+mod accounts;
 mod cells;
 mod geometry;
 mod inspect;
 mod load;
 mod open;
 mod order;
+mod queue;
+mod ranking;
 mod rates;
 mod state;
 mod table;
@@ -39,16 +43,18 @@ mod touch;
 mod usage;
 mod write;
 
+use accounts::Group;
 use geometry::Geometry;
-pub use inspect::{InspectedScope, Inspection};
+pub use inspect::{InspectedAccount, InspectedScope, Inspection};
 pub use load::{Found, Listing, Loading, Missed};
+use queue::Queue;
 use rates::ReadRates;
 use state::SlabState;
 use usage::Counts;
-pub use usage::SlabUsage;
+pub use usage::{AccountUsage, SlabUsage};
 
 use crate::error::{Error, Result};
-use crate::io::{DiskIo, FileIo, IoChoice, IoWay};
+use crate::io::{DiskIo, FileIo, IoChoice, IoWay, Watched};
 use crate::record::{Header, Record};
 
 /// The settings of a slab.
@@ -62,13 +68,26 @@ pub struct SlabConfig {
     pub queue_bytes: usize,
     /// The way of I/O, or `None` for the best one that works here.
     pub io: Option<IoWay>,
+    /// The longest time for one write or sync. After it, everything that waits or is being written is dropped, and
+    /// further records are dropped until the disk has answered. A slab is not opened if one request takes longer.
+    pub write_deadline: Duration,
+    /// The policy that decides which records of a tenant leave first, apart from those that others need. Records have
+    /// no priorities, so that [`PolicyKind::Priority`] is the same as [`PolicyKind::Lru`].
+    pub policy: PolicyKind,
 }
 
 impl Default for SlabConfig {
-    /// Returns the default settings: 10 GiB, cells of 64 KiB, and a queue of 256 MiB, and
-    /// the best way of I/O.
+    /// Returns the default settings: 10 GiB, cells of 64 KiB, a queue of 256 MiB, the best way of I/O, 30 seconds
+    /// for a write, and LRU.
     fn default() -> Self {
-        Self { limit: 10 << 30, cell_bytes: 64 << 10, queue_bytes: 256 << 20, io: None }
+        Self {
+            limit: 10 << 30,
+            cell_bytes: 64 << 10,
+            queue_bytes: 256 << 20,
+            io: None,
+            write_deadline: Duration::from_secs(30),
+            policy: PolicyKind::Lru,
+        }
     }
 }
 
@@ -79,25 +98,27 @@ pub enum Stored {
     Queued,
     /// This record is stored already, or waits to be written.
     Known,
-    /// The record was dropped, because the queue is full, the record is larger than the slab allows, or its
-    /// parent is not here.
+    /// The record was dropped, because the queue is full, the disk has not ended a write at its deadline, the
+    /// record is larger than the slab or its tenant's limit allows, or its parent is not here.
     Dropped,
 }
 
 /// A file of records. See the [module documentation](self).
 ///
 /// # Drop behaviour
-/// Writes the records that are waiting, and a last checkpoint.
+/// Writes the records that are waiting, and a last checkpoint. If the disk does not end a write at its
+/// [deadline](SlabConfig::write_deadline), nobody waits any longer. In that case, threads hold the file, its lock and
+/// the memory of the writes until the disk has answered.
 pub struct Slab {
     shared: Arc<Shared>,
     writers: Vec<JoinHandle<()>>,
-    /// Locks the folder for this process.
-    _lock: Option<fs::File>,
+    /// Locks the folder for this process until nothing writes to it any more.
+    lock: Arc<Option<fs::File>>,
 }
 
 /// The state that the slab shares with the threads that write.
 struct Shared {
-    io: Box<dyn DiskIo>,
+    io: Arc<Watched>,
     geometry: Geometry,
     config: SlabConfig,
     scope: BlockKey,
@@ -111,27 +132,6 @@ struct Shared {
     counts: Mutex<Counts>,
     rates: Mutex<ReadRates>,
 }
-
-/// Records that wait to be written.
-#[derive(Default)]
-struct Queue {
-    records: VecDeque<Record>,
-    /// The records that wait or are being written, by their keys.
-    waiting: HashMap<BlockKey, Waiting>,
-    bytes: usize,
-    closed: bool,
-}
-
-/// The records with one key that wait or are being written.
-#[derive(Default)]
-struct Waiting {
-    /// The digest of the newest one's identity.
-    identity: u64,
-    records: usize,
-}
-
-/// The largest number of records, and of bytes after the first one, that are synced together.
-const BATCH: (usize, usize) = (64, 32 << 20);
 
 /// The number of threads that write.
 const WRITERS: usize = 2;
@@ -150,8 +150,8 @@ impl Slab {
     /// - Returns [`Error::NotAFolder`] if the path is a file.
     /// - Returns [`Error::InUse`] if another process has opened the folder.
     /// - Returns [`Error::LimitTooSmall`] if the limit is too small for a few records.
-    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder, or if
-    ///   [`SlabConfig::io`] is a way of I/O that cannot be used here.
+    /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder, if the disk
+    ///   does not answer within [`SlabConfig::write_deadline`], or if [`SlabConfig::io`] is a way of I/O that cannot be used here.
     pub fn open(folder: &Path, scope: BlockKey, config: SlabConfig) -> Result<Self> {
         if folder.exists() && !folder.is_dir() {
             return Err(Error::NotAFolder { path: folder.to_owned() });
@@ -175,23 +175,9 @@ impl Slab {
         config: SlabConfig,
         lock: Option<fs::File>,
     ) -> Result<Self> {
-        let wanted = Geometry::within(config.limit, config.cell_bytes)?;
-        let known = open::geometry(io.as_ref()).map_err(Error::at("cannot read", path))?;
-        let size = io.size().map_err(Error::at("cannot read", path))?;
-        // A file that was cut short has lost cells, so it is created anew.
-        let known = known.filter(|known| known.file_bytes() <= size);
-        // Tables have room for a few times the first size. A file that is still much smaller than its limit is
-        // not worth keeping.
-        let kept = known.and_then(|known| known.grown(config.limit));
-        let kept = kept.filter(|kept| 2 * kept.file_bytes() >= wanted.file_bytes());
-        let geometry = kept.unwrap_or(wanted);
-        let emptied = if kept.is_some() { Ok(()) } else { io.resize(0) };
-        let resized = emptied.and_then(|()| io.resize(geometry.file_bytes()));
-        resized.map_err(Error::at("cannot reserve the disk tier's limit in", path))?;
-        let prepare = if kept.is_none() { open::format } else { open::superblock };
-        prepare(io.as_ref(), geometry).map_err(Error::at("cannot write", path))?;
-        let mut state = open::restore(io.as_ref(), geometry).map_err(Error::at("cannot read", path))?;
-        state.prefer(&scope);
+        let lock = Arc::new(lock);
+        let io = Arc::new(Watched::new(io));
+        let (geometry, state) = open::open_within(&io, path, scope, config, &lock)?;
         let shared = Arc::new(Shared {
             io,
             geometry,
@@ -205,11 +191,14 @@ impl Slab {
             counts: Mutex::default(),
             rates: Mutex::default(),
         });
-        let mut this = Self { shared, writers: Vec::new(), _lock: lock };
+        let mut this = Self { shared, writers: Vec::new(), lock };
         for _ in 0..WRITERS {
-            let shared = Arc::clone(&this.shared);
+            let (shared, lock) = (Arc::clone(&this.shared), Arc::clone(&this.lock));
             let writer = std::thread::Builder::new().name("kvtier-writer".to_owned());
-            let writer = writer.spawn(move || shared.write_batches());
+            let writer = writer.spawn(move || {
+                shared.write_batches();
+                drop(lock);
+            });
             this.writers.push(writer.map_err(Error::at("cannot start a thread that writes", path))?);
         }
         Ok(this)
@@ -221,7 +210,7 @@ impl Slab {
         let shared = &*self.shared;
         let (key, bytes, identity) = (record.id.key, record.payload_len(), record.id.digest());
         // What waits is newer than what is stored.
-        let waiting = shared.queue.lock().waiting.get(&key).map(|waiting| waiting.identity);
+        let waiting = shared.queue.lock().identity_of(&key);
         let is_known = match waiting {
             Some(waiting) => waiting == identity,
             None => shared.state.lock().confirms(&key, identity),
@@ -230,38 +219,25 @@ impl Slab {
             return Stored::Known;
         }
         let has_parent = shared.state.lock().has_parent(&record.note);
-        let fits = shared.geometry.cells_for(bytes) <= shared.geometry.cells / 2
+        let cells = shared.geometry.cells_for(bytes);
+        let fits = cells <= shared.geometry.cells / 2
+            && shared.state.lock().allows(record.note.account, cells)
             && record.buffers.len() <= Header::MOST_LISTED / 2;
+        let is_late = shared.give_up_late_writes();
         let mut queue = shared.queue.lock();
-        let has_parent = has_parent || record.note.parent.is_some_and(|key| queue.waiting.contains_key(&key));
-        if !fits || !has_parent || queue.closed || queue.bytes + bytes > shared.config.queue_bytes {
+        let has_parent = has_parent || queue.waits(record.note.parent);
+        if is_late || !fits || !has_parent || !queue.has_room(bytes, shared.config.queue_bytes) {
             drop(queue);
             shared.count(|counts| counts.stores_dropped += 1);
             return Stored::Dropped;
         }
-        let waiting = queue.waiting.entry(key).or_default();
-        if waiting.records > 0 && waiting.identity == identity {
+        if queue.identity_of(&key) == Some(identity) {
             return Stored::Known;
         }
-        *waiting = Waiting { identity, records: waiting.records + 1 };
-        queue.bytes += bytes;
-        queue.records.push_back(record);
+        queue.push(record, identity);
         drop(queue);
         shared.queue_changed.notify_all();
         Stored::Queued
-    }
-
-    /// Waits until everything that was stored before this call is on the disk or was dropped. Returns false if
-    /// `limit` has passed first.
-    pub fn flush(&self, limit: Duration) -> bool {
-        let deadline = Instant::now() + limit;
-        let mut queue = self.shared.queue.lock();
-        while !queue.waiting.is_empty() {
-            if self.shared.queue_changed.wait_until(&mut queue, deadline).timed_out() {
-                return queue.waiting.is_empty();
-            }
-        }
-        true
     }
 
     /// Returns whether a record with this key can be loaded. Returns false if a load has asked for another
@@ -273,6 +249,11 @@ impl Slab {
     /// Returns the way of I/O and why better ones are not used, or `None` if the file is none of [`FileIo`].
     pub fn io_choice(&self) -> Option<&IoChoice> {
         self.shared.io.choice()
+    }
+
+    /// Returns the key of the model, tokenizer and format of this process.
+    pub fn scope(&self) -> &BlockKey {
+        &self.shared.scope
     }
 
     /// Returns the time in which the disk is expected to read `bytes`, by moving averages of the loads so far.
@@ -294,46 +275,6 @@ impl Slab {
 }
 
 impl Shared {
-    /// Waits for records, and returns a few of them. Returns `None` if the queue is closed and empty.
-    fn next_batch(&self) -> Option<Vec<Record>> {
-        let mut queue = self.queue.lock();
-        while queue.records.is_empty() {
-            if queue.closed {
-                return None;
-            }
-            self.queue_changed.wait(&mut queue);
-        }
-        let (most, most_bytes) = BATCH;
-        let mut bytes = 0;
-        let fits = |record: &&Record| {
-            bytes += record.payload_len();
-            bytes <= most_bytes
-        };
-        let count = queue.records.iter().take(most).take_while(fits).count().max(1);
-        Some(queue.records.drain(..count).collect())
-    }
-
-    /// Returns whether a record with this key waits to be written.
-    fn waits(&self, key: Option<BlockKey>) -> bool {
-        key.is_some_and(|key| self.queue.lock().waiting.contains_key(&key))
-    }
-
-    /// Forgets records that have been written or dropped.
-    fn end_batch(&self, keys: &[BlockKey], bytes: usize) {
-        let mut queue = self.queue.lock();
-        for key in keys {
-            if let Entry::Occupied(mut waiting) = queue.waiting.entry(*key) {
-                waiting.get_mut().records -= 1;
-                if waiting.get().records == 0 {
-                    waiting.remove();
-                }
-            }
-        }
-        queue.bytes -= bytes;
-        drop(queue);
-        self.queue_changed.notify_all();
-    }
-
     fn count(&self, change: impl FnOnce(&mut Counts)) {
         change(&mut self.counts.lock());
     }
@@ -355,11 +296,30 @@ impl Drop for Slab {
     fn drop(&mut self) {
         self.shared.queue.lock().closed = true;
         self.shared.queue_changed.notify_all();
-        for writer in self.writers.drain(..) {
-            // If the thread panicked, the checkpoint before is still valid.
-            let _ = writer.join();
+        let (writers, lock) = (std::mem::take(&mut self.writers), std::mem::take(&mut self.lock));
+        let shared = Arc::clone(&self.shared);
+        let (ends, ended) = mpsc::channel();
+        let close = move || {
+            for writer in writers {
+                // If the thread panicked, the checkpoint before is still valid.
+                let _ = writer.join();
+            }
+            shared.close();
+            drop((shared, lock));
+            // Nobody listens if the disk was late.
+            let _ = ends.send(());
+        };
+        // If no thread starts, the closure is dropped, and the threads that write end by themselves.
+        if std::thread::Builder::new().name("kvtier-close".to_owned()).spawn(close).is_err() {
+            return;
         }
-        self.shared.close();
+        loop {
+            let limit = self.shared.next_look().map(|at| at.saturating_duration_since(Instant::now()));
+            match ended.recv_timeout(limit.unwrap_or(Duration::MAX)) {
+                Err(mpsc::RecvTimeoutError::Timeout) if !self.shared.give_up_late_writes() => {}
+                _ => return,
+            }
+        }
     }
 }
 

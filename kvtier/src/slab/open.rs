@@ -1,16 +1,86 @@
 //! Opens a slab's file: reads the newest checkpoint, and finds the records that were written after it.
 
 use std::collections::HashSet;
+use std::fs::File;
 use std::io;
+use std::path::Path;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
+use kvcore::BlockKey;
+
+use super::SlabConfig;
 use super::geometry::Geometry;
 use super::state::SlabState;
 use super::table::{Listed, Table};
-use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, RunFault, run};
+use crate::error::{Error, Result};
+use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, RunFault, Watched, run};
 use crate::record::{CellRun, Header};
 
 /// The number of headers that are read at once.
 const HEADERS: usize = 256;
+
+/// Opens or creates the file of a slab, as [`opened`] does. If the disk has not ended a request at its deadline,
+/// gives up: a thread holds the file and its lock until the disk has answered.
+pub(super) fn open_within(
+    io: &Arc<Watched>,
+    path: &Path,
+    scope: BlockKey,
+    config: SlabConfig,
+    lock: &Arc<Option<File>>,
+) -> Result<(Geometry, SlabState)> {
+    let (ends, ended) = mpsc::channel();
+    let (file, lock, name) = (Arc::clone(io), Arc::clone(lock), path.to_owned());
+    let open = move || {
+        let opened = opened(&file, &name, scope, config);
+        drop((file, lock));
+        // Nobody listens if the disk was late.
+        let _ = ends.send(opened);
+    };
+    let thread = std::thread::Builder::new().name("kvtier-open".to_owned()).spawn(open);
+    let thread = thread.map_err(Error::at("cannot start a thread that opens", path))?;
+    loop {
+        let left = io.oldest().map_or(config.write_deadline, |since| {
+            config.write_deadline.saturating_sub(since.elapsed()).max(Duration::from_millis(1))
+        });
+        match ended.recv_timeout(left) {
+            Ok(opened) => return opened,
+            Err(mpsc::RecvTimeoutError::Disconnected) => {
+                // Only a panic ends the thread without an answer.
+                let panic = thread.join().err().unwrap_or_else(|| Box::new("the thread ended"));
+                std::panic::resume_unwind(panic);
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                if io.oldest().is_some_and(|since| since.elapsed() >= config.write_deadline) {
+                    let late = io::Error::new(io::ErrorKind::TimedOut, "the disk does not answer");
+                    return Err(Error::at("cannot read", path)(late));
+                }
+            }
+        }
+    }
+}
+
+/// Opens or creates the file of a slab: keeps what fits the settings, or creates the file anew.
+fn opened(io: &Watched, path: &Path, scope: BlockKey, config: SlabConfig) -> Result<(Geometry, SlabState)> {
+    let wanted = Geometry::within(config.limit, config.cell_bytes)?;
+    let known = geometry(io).map_err(Error::at("cannot read", path))?;
+    let size = io.size().map_err(Error::at("cannot read", path))?;
+    // A file that was cut short has lost cells, so it is created anew.
+    let known = known.filter(|known| known.file_bytes() <= size);
+    // Tables have room for a few times the first size. A file that is still much smaller than its limit is
+    // not worth keeping.
+    let kept = known.and_then(|known| known.grown(config.limit));
+    let kept = kept.filter(|kept| 2 * kept.file_bytes() >= wanted.file_bytes());
+    let geometry = kept.unwrap_or(wanted);
+    let emptied = if kept.is_some() { Ok(()) } else { io.resize(0) };
+    let resized = emptied.and_then(|()| io.resize(geometry.file_bytes()));
+    resized.map_err(Error::at("cannot reserve the disk tier's limit in", path))?;
+    let prepare = if kept.is_none() { format } else { superblock };
+    prepare(io, geometry).map_err(Error::at("cannot write", path))?;
+    let state = SlabState::new(geometry, config.policy, Some(scope));
+    let state = restore(io, geometry, state).map_err(Error::at("cannot read", path))?;
+    Ok((geometry, state))
+}
 
 /// Reads `count` pages.
 fn read(io: &dyn DiskIo, offset: u64, count: usize) -> io::Result<Pages> {
@@ -57,8 +127,9 @@ pub(super) fn superblock(io: &dyn DiskIo, geometry: Geometry) -> io::Result<()> 
     io.sync()
 }
 
-/// Restores the state of a slab from its newest intact checkpoint and the headers that are newer.
-pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry) -> io::Result<SlabState> {
+/// Restores the state of a slab from its newest intact checkpoint and the headers that are newer, into a state
+/// without records.
+pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry, mut state: SlabState) -> io::Result<SlabState> {
     let mut newest = None::<Table>;
     for table in [0, 1] {
         let table = read_table(io, geometry, table)?;
@@ -66,7 +137,7 @@ pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry) -> io::Result<SlabSta
     }
     let table = newest.unwrap_or_default();
     let (open, since) = (table.open.clone(), table.sequence);
-    let mut state = SlabState::restored(geometry, table);
+    state.restore(table);
     let cells: HashSet<u32> = open.iter().copied().filter(|&run| geometry.has(run)).flat_map(each).collect();
     let mut found = headers(io, geometry, &cells)?;
     // Only what was written since the checkpoint can be in its open cells.
@@ -78,10 +149,11 @@ pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry) -> io::Result<SlabSta
     for header in found {
         if let Some(payload) = header.payload_len() {
             let Header { key, scope, sequence, note, created, identity, runs, .. } = header;
-            state.adopt(Listed { key, scope, sequence, payload, note, created, identity, runs });
+            let uses = 0;
+            state.adopt(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
         }
     }
-    state.remove_orphans();
+    state.remove_orphans(|_| false);
     Ok(state)
 }
 

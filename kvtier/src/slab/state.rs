@@ -2,14 +2,15 @@
 
 use std::collections::HashMap;
 
-use kvcore::BlockKey;
+use kvcore::{BlockKey, PolicyKind};
 
+use super::accounts::{Accounts, Group};
 use super::cells::CellSet;
 use super::geometry::Geometry;
 use super::order::Order;
 use super::table::{Listed, Table};
 use crate::known::KnownKeys;
-use crate::record::{CellRun, Header, RecordNote};
+use crate::record::{AccountId, CellRun, Header, RecordNote};
 
 /// The fraction of a slab's cells that a checkpoint opens.
 const OPENED: u32 = 8;
@@ -34,10 +35,25 @@ pub(super) struct Entry {
     doubted: bool,
 }
 
+/// The reason why a record gets no cells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NoCells {
+    /// None are open, or the tenant's limit is used by records that are being written. After the batches under way
+    /// and a checkpoint, there may be some.
+    NotYet,
+    /// Nothing that may leave makes enough room.
+    NoRoom,
+    /// The disk refuses the checkpoint that would open them.
+    Refused,
+}
+
 /// The records and the cells.
 #[derive(Debug)]
 pub(super) struct SlabState {
     geometry: Geometry,
+    /// The key of the model, tokenizer and format of this process. Without one, all records are of others.
+    scope: Option<BlockKey>,
+    pub(super) accounts: Accounts,
     records: HashMap<BlockKey, Entry>,
     order: Order,
     pub(super) known: KnownKeys,
@@ -53,14 +69,16 @@ pub(super) struct SlabState {
 }
 
 impl SlabState {
-    /// Creates the state of a slab without records.
-    pub(super) fn new(geometry: Geometry) -> Self {
+    /// Creates the state of a slab without records, for the records of `scope`.
+    pub(super) fn new(geometry: Geometry, policy: PolicyKind, scope: Option<BlockKey>) -> Self {
         let mut closed = CellSet::default();
         closed.add(CellRun { start: 0, count: geometry.cells });
         Self {
             geometry,
+            scope,
+            accounts: Accounts::default(),
             records: HashMap::new(),
-            order: Order::default(),
+            order: Order::new(policy),
             known: KnownKeys::default(),
             open: CellSet::default(),
             closed,
@@ -71,24 +89,29 @@ impl SlabState {
         }
     }
 
-    /// Creates the state that a checkpoint lists, as far as it is consistent.
-    pub(super) fn restored(geometry: Geometry, table: Table) -> Self {
-        let mut state = Self::new(geometry);
-        (state.sequence, state.generation) = (table.sequence, table.generation);
+    /// Adds what a checkpoint lists, as far as it is consistent. Half of the uses of each record are forgotten, so that
+    /// records that were popular long ago leave at last.
+    pub(super) fn restore(&mut self, table: Table) {
+        (self.sequence, self.generation) = (table.sequence, table.generation);
         for listed in table.records {
-            state.adopt(listed);
+            let uses = listed.uses / 2;
+            self.adopt(Listed { uses, ..listed });
         }
         for run in table.open {
-            if geometry.has(run) && state.closed.remove(run) {
-                state.open.add(run);
+            if self.geometry.has(run) && self.closed.remove(run) {
+                self.open.add(run);
             }
         }
-        state
+    }
+
+    /// Returns the group of a record.
+    fn group(&self, scope: &BlockKey, account: AccountId) -> Group {
+        if self.scope.as_ref() == Some(scope) { Group::Own(account) } else { Group::Foreign }
     }
 
     /// Adds a record that is on the disk, unless its cells are not free or a newer record has its key.
     pub(super) fn adopt(&mut self, listed: Listed) {
-        let Listed { key, sequence, payload, ref runs, .. } = listed;
+        let Listed { key, scope, sequence, payload, note, ref runs, .. } = listed;
         let cells: u64 = runs.iter().map(|run| u64::from(run.count)).sum();
         let sound = cells == u64::from(self.geometry.cells_for(payload))
             && runs.iter().all(|&run| self.geometry.has(run));
@@ -102,9 +125,10 @@ impl SlabState {
             }
         }
         if taken.len() < runs.len() {
-            self.give_back(taken);
+            self.close(taken);
             return;
         }
+        self.charge(self.group(&scope, note.account), runs);
         self.sequence = self.sequence.max(sequence);
         self.insert(listed);
     }
@@ -112,22 +136,29 @@ impl SlabState {
     /// Adds a record whose cells have been taken. An older record with the same key is replaced; if there is a
     /// newer one, the cells are free again.
     pub(super) fn insert(&mut self, listed: Listed) {
-        let Listed { key, scope, sequence, payload, note, created, identity, runs } = listed;
+        let Listed { key, scope, sequence, payload, note, created, identity, uses, runs } = listed;
+        let group = self.group(&scope, note.account);
         if self.records.get(&key).is_some_and(|known| known.sequence > sequence) {
-            return self.give_back(runs);
+            return self.give_back(group, runs);
         }
         self.remove(&key);
-        self.order.insert(key, note.parent);
+        self.order.insert(key, note.parent, group, uses);
         self.known.insert(note.text, key);
+        let account = self.accounts.of(group);
+        account.records += 1;
+        account.written -= count(&runs);
         let (readers, doubted) = (0, false);
         let entry = Entry { scope, sequence, payload, note, created, identity, runs, readers, doubted };
         self.records.insert(key, entry);
+        // The limit may have been lowered while the record was written.
+        let _ = self.fit(group, 0);
     }
 
-    /// Removes records whose parents are not here, because nobody can find them.
-    pub(super) fn remove_orphans(&mut self) {
+    /// Removes records whose parents are neither here nor among those that `waits` knows, because nobody can find
+    /// them.
+    pub(super) fn remove_orphans(&mut self, waits: impl Fn(Option<BlockKey>) -> bool) {
         loop {
-            let is_orphan = |entry: &Entry| !self.has_parent(&entry.note);
+            let is_orphan = |entry: &Entry| !self.has_parent(&entry.note) && !waits(entry.note.parent);
             let orphans = self.records.iter().filter(|(_, entry)| is_orphan(entry));
             let keys: Vec<BlockKey> = orphans.map(|(key, _)| *key).collect();
             if keys.is_empty() {
@@ -144,26 +175,33 @@ impl SlabState {
         note.parent.is_none_or(|parent| self.records.contains_key(&parent))
     }
 
-    /// Moves the records of other scopes to the front of the order of eviction.
-    pub(super) fn prefer(&mut self, scope: &BlockKey) {
-        let records = &self.records;
-        self.order.prefer(|key| records.get(key).is_some_and(|entry| entry.scope == *scope));
+    /// Records a use of a record. Returns false if it is not here.
+    pub(super) fn touch(&mut self, key: &BlockKey) -> bool {
+        self.order.touch(key);
+        self.records.contains_key(key)
     }
 
-    /// Returns a record, and makes it the last one to leave.
-    pub(super) fn touch(&mut self, key: &BlockKey) -> Option<&mut Entry> {
-        self.order.touch(key);
-        self.records.get_mut(key)
+    /// Returns a record that is being read from now on, until it is [released](Self::release).
+    pub(super) fn hold(&mut self, key: &BlockKey) -> Option<&Entry> {
+        self.order.hold(key);
+        let entry = self.records.get_mut(key)?;
+        entry.readers += 1;
+        Some(entry)
+    }
+
+    /// Ends one reading of a record, unless another one has replaced it.
+    pub(super) fn release(&mut self, key: &BlockKey, sequence: u64) {
+        if let Some(entry) = self.records.get_mut(key).filter(|entry| entry.sequence == sequence) {
+            entry.readers -= 1;
+            if entry.readers == 0 {
+                self.order.release(key);
+            }
+        }
     }
 
     /// Returns a record.
     pub(super) fn get(&self, key: &BlockKey) -> Option<&Entry> {
         self.records.get(key)
-    }
-
-    /// Returns a record, to be changed.
-    pub(super) fn get_mut(&mut self, key: &BlockKey) -> Option<&mut Entry> {
-        self.records.get_mut(key)
     }
 
     /// Returns whether a record has this key, and nobody has asked for another identity under it.
@@ -190,7 +228,7 @@ impl SlabState {
     /// Removes a record. Its cells are free after the next checkpoint.
     pub(super) fn remove(&mut self, key: &BlockKey) {
         if let Some(entry) = self.take_out(key) {
-            self.give_back(entry.runs);
+            self.close(entry.runs);
         }
     }
 
@@ -199,7 +237,7 @@ impl SlabState {
         if self.records.get(key).is_some_and(|entry| entry.sequence == sequence)
             && let Some(entry) = self.take_out(key)
         {
-            self.quarantined += entry.runs.iter().map(|run| run.count).sum::<u32>();
+            self.quarantined += count(&entry.runs);
         }
     }
 
@@ -207,20 +245,88 @@ impl SlabState {
         let entry = self.records.remove(key)?;
         self.order.remove(key);
         self.known.remove(entry.note.text, key);
+        let account = self.accounts.of(self.group(&entry.scope, entry.note.account));
+        account.records -= 1;
+        account.cells -= count(&entry.runs);
         Some(entry)
     }
 
-    /// Returns cells that were taken and are not used after all.
-    pub(super) fn give_back(&mut self, runs: Vec<CellRun>) {
+    /// Removes a record that leaves to make room.
+    fn evict(&mut self, key: &BlockKey) {
+        if let Some(entry) = self.records.get(key) {
+            let group = self.group(&entry.scope, entry.note.account);
+            self.accounts.of(group).evicted += 1;
+        }
+        self.remove(key);
+        self.known.evicted(key);
+        self.evicted += 1;
+    }
+
+    /// Counts cells that are written for a group from now on.
+    fn charge(&mut self, group: Group, runs: &[CellRun]) {
+        let account = self.accounts.of(group);
+        account.cells += count(runs);
+        account.written += count(runs);
+    }
+
+    /// Returns cells of a group that were taken and are not used after all.
+    pub(super) fn give_back(&mut self, group: Group, runs: Vec<CellRun>) {
+        let account = self.accounts.of(group);
+        account.cells -= count(&runs);
+        account.written -= count(&runs);
+        self.close(runs);
+    }
+
+    /// Adds cells to those that the next checkpoint may open.
+    fn close(&mut self, runs: Vec<CellRun>) {
         for run in runs {
             self.closed.add(run);
         }
     }
 
-    /// Takes open cells for a record, or returns `None` if a checkpoint must open some first.
-    pub(super) fn take(&mut self, payload: usize) -> Option<Vec<CellRun>> {
+    /// Returns whether a tenant may have a record of so many cells.
+    pub(super) fn allows(&self, account: AccountId, cells: u32) -> bool {
+        self.accounts.get(Group::Own(account)).limit.is_none_or(|limit| cells <= limit)
+    }
+
+    /// Limits the cells of a group. Evicts what is above the limit.
+    pub(super) fn limit(&mut self, group: Group, limit: Option<u32>) {
+        self.accounts.of(group).limit = limit;
+        // What is being written when the limit is lowered is all that may be above it.
+        let _ = self.fit(group, 0);
+    }
+
+    /// Evicts a group's own records until it may take `needed` cells more.
+    fn fit(&mut self, group: Group, needed: u32) -> Result<(), NoCells> {
+        let Some(limit) = self.accounts.get(group).limit else { return Ok(()) };
+        if needed > limit {
+            return Err(NoCells::NoRoom);
+        }
+        while self.accounts.get(group).cells > limit - needed {
+            let Some(key) = self.order.evict(group) else {
+                let is_written = self.accounts.get(group).written > 0;
+                return Err(if is_written { NoCells::NotYet } else { NoCells::NoRoom });
+            };
+            self.evict(&key);
+        }
+        Ok(())
+    }
+
+    /// Takes open cells for a record of a tenant. If the tenant has a limit, its own records make room.
+    pub(super) fn take(&mut self, account: AccountId, payload: usize) -> Result<Vec<CellRun>, NoCells> {
+        let (group, needed) = (Group::Own(account), self.geometry.cells_for(payload));
+        self.fit(group, needed)?;
         // The header lists a few buffers, too.
-        self.open.take(self.geometry.cells_for(payload), Header::MOST_LISTED / 2)
+        let runs = self.open.take(needed, Header::MOST_LISTED / 2).ok_or(NoCells::NotYet)?;
+        self.charge(group, &runs);
+        Ok(runs)
+    }
+
+    /// Takes the record that leaves next out of the order.
+    fn next_to_leave(&mut self) -> Option<BlockKey> {
+        let groups = self.accounts.by_pressure(self.geometry.cells);
+        let next = groups.into_iter().find_map(|group| self.order.evict(group));
+        next.or_else(|| self.order.evict_circle())
     }
 
     /// Evicts records until the next checkpoint can open enough cells for a payload. Returns false if that is
@@ -230,21 +336,19 @@ impl SlabState {
         let wanted = needed.max((self.geometry.cells / OPENED).min(MOST_OPENED));
         let free = |state: &Self| state.open.len() + state.closed.len();
         while free(self) < wanted {
-            let is_read = |key: &BlockKey| self.records.get(key).is_some_and(|entry| entry.readers > 0);
-            let Some(key) = self.order.first(|key| !is_read(key)) else { break };
-            self.remove(&key);
-            self.known.evicted(&key);
-            self.evicted += 1;
+            let Some(key) = self.next_to_leave() else { break };
+            self.evict(&key);
         }
         free(self) >= needed
     }
 
     /// Returns all records, the least recently used first.
     pub(super) fn listed(&self) -> impl Iterator<Item = Listed> {
-        self.order.keys().filter_map(|key| {
+        self.order.used().filter_map(|(key, uses)| {
             let Entry { scope, sequence, payload, note, created, identity, ref runs, .. } =
                 *self.records.get(key)?;
-            Some(Listed { key: *key, scope, sequence, payload, note, created, identity, runs: runs.clone() })
+            let (key, runs) = (*key, runs.clone());
+            Some(Listed { key, scope, sequence, payload, note, created, identity, uses, runs })
         })
     }
 
@@ -305,6 +409,120 @@ impl SlabState {
             let (all, aside) = (self.geometry.cells, self.quarantined);
             return Err(format!("of {all} cells, {owned} have an owner and {aside} are set aside"));
         }
+        self.check_accounts()?;
         self.order.check(self.records.len())
+    }
+
+    /// Checks that the accounts are the sums of their records, and within their limits. Nothing may be being written.
+    fn check_accounts(&self) -> Result<(), String> {
+        let mut sums: HashMap<Group, (u32, usize)> = HashMap::new();
+        for entry in self.records.values() {
+            let (cells, records) = sums.entry(self.group(&entry.scope, entry.note.account)).or_default();
+            (*cells, *records) = (*cells + count(&entry.runs), *records + 1);
+        }
+        for (group, account) in self.accounts.iter() {
+            let (cells, records) = sums.remove(&group).unwrap_or_default();
+            let is_sound = (account.cells, account.written, account.records) == (cells, 0, records);
+            if !is_sound || account.limit.is_some_and(|limit| cells > limit) {
+                return Err(format!("{group:?} has {records} records in {cells} cells, not {account:?}"));
+            }
+        }
+        if sums.is_empty() { Ok(()) } else { Err(format!("no account has {sums:?}")) }
+    }
+}
+
+/// Returns the number of cells in runs.
+fn count(runs: &[CellRun]) -> u32 {
+    runs.iter().map(|run| run.count).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(number: u32) -> BlockKey {
+        BlockKey::from_bytes([0; 32]).child(&[number])
+    }
+
+    /// Stores `records` records of one cell for tenants in turn.
+    fn filled(geometry: Geometry, policy: PolicyKind, records: u32, tenants: u64) -> SlabState {
+        let mut state = SlabState::new(geometry, policy, Some(key(0)));
+        state.open = std::mem::take(&mut state.closed);
+        for number in 1..=records {
+            let account = AccountId::from_bits(u64::from(number) % tenants);
+            let runs = state.take(account, 100).unwrap();
+            let note = RecordNote { account, ..RecordNote::default() };
+            let (sequence, payload, created, identity, uses) = (u64::from(number), 100, 0, 0, 0);
+            let (key, scope) = (key(number), key(0));
+            state.insert(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
+        }
+        state
+    }
+
+    /// Evicts everything in the order in which a slab does.
+    fn leaving(mut state: SlabState) -> Vec<BlockKey> {
+        let mut left = Vec::new();
+        while let Some(key) = state.next_to_leave() {
+            state.evict(&key);
+            left.push(key);
+        }
+        state.check().unwrap();
+        assert!(state.records.is_empty());
+        left
+    }
+
+    #[test]
+    fn the_least_recently_used_leave_in_the_same_order_after_a_restart() {
+        let geometry = Geometry::within(1 << 20, 8 << 10).unwrap();
+        for tenants in [1, 3] {
+            let mut state = filled(geometry, PolicyKind::Lru, 80, tenants);
+            for number in 0..200_u32 {
+                state.touch(&key(number * number % 90));
+            }
+            let mut again = SlabState::new(geometry, PolicyKind::Lru, Some(key(0)));
+            again.restore(state.checkpoint(0));
+            again.check().unwrap();
+            assert_eq!(leaving(again), leaving(state), "{tenants} tenants");
+        }
+    }
+
+    #[test]
+    fn what_was_used_often_stays_longest_after_a_restart_where_the_policy_counts() {
+        let geometry = Geometry::within(1 << 20, 8 << 10).unwrap();
+        for policy in [PolicyKind::S3Fifo, PolicyKind::TinyLfu] {
+            let mut state = filled(geometry, policy, 80, 1);
+            let used: Vec<BlockKey> = (1..=10).map(key).collect();
+            for key in used.iter().cycle().take(80) {
+                state.touch(key);
+            }
+            // The last ones to be used are others.
+            (11..=80).for_each(|number| assert!(state.touch(&key(number))));
+            let mut again = SlabState::new(geometry, policy, Some(key(0)));
+            again.restore(state.checkpoint(0));
+            let left = leaving(again);
+            assert!(left[..60].iter().all(|key| !used.contains(key)), "{policy:?}");
+        }
+    }
+
+    #[test]
+    fn a_limit_evicts_at_once_and_only_its_own() {
+        let geometry = Geometry::within(1 << 20, 8 << 10).unwrap();
+        let mut state = filled(geometry, PolicyKind::Lru, 60, 3);
+        let [limited, other] = [1, 2].map(|bits| Group::Own(AccountId::from_bits(bits)));
+        state.limit(limited, Some(7));
+        state.check().unwrap();
+        let [account, untouched] = [limited, other].map(|group| state.accounts.get(group));
+        assert_eq!((account.cells, account.records, account.evicted), (7, 7, 13));
+        assert_eq!((untouched.cells, untouched.evicted), (20, 0));
+        assert!(!state.allows(AccountId::from_bits(1), 8) && state.allows(AccountId::from_bits(1), 7));
+        assert_eq!(state.take(AccountId::from_bits(1), 7 * geometry.cell_bytes()), Err(NoCells::NoRoom));
+        // Records that are being written use the limit, too, and cannot leave.
+        let taken = state.take(AccountId::from_bits(1), 6 * geometry.cell_bytes()).unwrap();
+        assert_eq!(state.accounts.get(limited).records, 0);
+        assert_eq!(state.take(AccountId::from_bits(1), 100), Err(NoCells::NotYet));
+        state.give_back(limited, taken);
+        state.check().unwrap();
+        state.limit(limited, None);
+        assert!(state.take(AccountId::from_bits(1), 20 * geometry.cell_bytes()).is_ok());
     }
 }

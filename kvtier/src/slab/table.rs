@@ -9,7 +9,7 @@ use crate::io::{PAGE, Pages};
 use crate::record::{CellRun, RecordNote};
 
 /// The first bytes of a table.
-const MAGIC: [u8; 8] = *b"KVTABLE2";
+const MAGIC: [u8; 8] = *b"KVTABLE3";
 
 /// A record as a checkpoint lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +23,8 @@ pub(super) struct Listed {
     pub(super) created: u64,
     /// The digest of the record's identity.
     pub(super) identity: u64,
+    /// How often the record was used, as far as eviction policies count.
+    pub(super) uses: u8,
     pub(super) runs: Vec<CellRun>,
 }
 
@@ -60,7 +62,9 @@ impl Table {
         }
         runs(&mut body, &self.open);
         word(&mut body, self.records.len() as u64);
-        for Listed { key, scope, sequence, payload, note, created, identity, runs: places } in &self.records {
+        for listed in &self.records {
+            let Listed { key, scope, sequence, payload, note, created, identity, uses, runs: places } =
+                listed;
             body.extend_from_slice(key.as_bytes());
             let scope = scopes.binary_search(scope).unwrap_or_default();
             body.extend_from_slice(&(scope as u32).to_le_bytes());
@@ -71,6 +75,8 @@ impl Table {
             word(&mut body, note.text.map_or(0, NonZeroU64::get));
             word(&mut body, *created);
             word(&mut body, *identity);
+            word(&mut body, note.account.bits());
+            body.push(*uses);
             runs(&mut body, places);
         }
         let mut pages = Pages::new(1 + body.len().div_ceil(PAGE));
@@ -116,9 +122,11 @@ impl Table {
             let key = body.key()?;
             let scope = *scopes.get(body.half()? as usize)?;
             let (sequence, payload) = (body.word()?, body.word()? as usize);
-            let note = RecordNote::of_file(body.key()?, body.word()?, body.word()?);
-            let (created, identity) = (body.word()?, body.word()?);
-            Some(Listed { key, scope, sequence, payload, note, created, identity, runs: body.runs()? })
+            let (parent, cost, text) = (body.key()?, body.word()?, body.word()?);
+            let (created, identity, account) = (body.word()?, body.word()?, body.word()?);
+            let note = RecordNote::of_file(parent, cost, text, account);
+            let (&[uses], runs) = (body.take(1)?, body.runs()?) else { return None };
+            Some(Listed { key, scope, sequence, payload, note, created, identity, uses, runs })
         };
         let records = (0..records).map(|_| listed()).collect::<Option<Vec<_>>>()?;
         Some(Self { generation, sequence, open, records })
@@ -159,6 +167,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::record::AccountId;
 
     fn table() -> Table {
         let key = |byte| BlockKey::from_bytes([byte; 32]);
@@ -171,9 +180,11 @@ mod tests {
                 parent: (!byte.is_multiple_of(3)).then(|| key(byte)),
                 cost: Duration::from_micros(u64::from(byte)),
                 text: NonZeroU64::new(u64::from(byte % 4)),
+                account: AccountId::from_bits(u64::from(byte % 5)),
             },
             created: u64::from(byte) << 22,
             identity: u64::from(byte) << 40,
+            uses: byte % 16,
             runs: (0..u32::from(byte) % 3).map(|start| CellRun { start: 7 * start, count: 3 }).collect(),
         };
         let open = vec![CellRun { start: 100, count: 50 }, CellRun { start: 200, count: 1 }];

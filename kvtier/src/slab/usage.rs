@@ -2,7 +2,8 @@
 
 use serde::Serialize;
 
-use super::Slab;
+use super::{Group, Slab};
+use crate::record::AccountId;
 
 /// The contents of a slab, and what it has done since it was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
@@ -29,9 +30,25 @@ pub struct SlabUsage {
     pub read_errors: u64,
     /// Batches and checkpoints that the disk refused.
     pub write_errors: u64,
-    /// Records that were not stored, because the queue was full or they did not fit.
+    /// Batches that were given up, because the disk had not ended a write at its deadline.
+    pub write_deadline_exceeded: u64,
+    /// Records that were not stored: the queue was full, they did not fit, their parent had left, or the disk was
+    /// late.
     pub stores_dropped: u64,
     /// Records that were evicted.
+    pub evicted: u64,
+}
+
+/// What a tenant has on the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct AccountUsage {
+    /// The number of bytes in cells that contain records of the tenant, or will when they are written.
+    pub bytes: u64,
+    /// The number of records.
+    pub records: usize,
+    /// The largest number of bytes, if there is a limit.
+    pub limit_bytes: Option<u64>,
+    /// Records that were evicted since the slab was opened.
     pub evicted: u64,
 }
 
@@ -46,12 +63,14 @@ pub(super) struct Counts {
     pub(super) loads_skipped_slower: u64,
     pub(super) read_errors: u64,
     pub(super) write_errors: u64,
+    pub(super) write_deadline_exceeded: u64,
     pub(super) stores_dropped: u64,
 }
 
 impl Slab {
     /// Returns what the slab contains, and what it has done.
     pub fn usage(&self) -> SlabUsage {
+        self.shared.give_up_late_writes();
         let state = self.shared.state.lock();
         let ((records, cells), evicted) = (state.used(), state.evicted);
         drop(state);
@@ -68,8 +87,29 @@ impl Slab {
             loads_skipped_slower: counts.loads_skipped_slower,
             read_errors: counts.read_errors,
             write_errors: counts.write_errors,
+            write_deadline_exceeded: counts.write_deadline_exceeded,
             stores_dropped: counts.stores_dropped,
             evicted,
         }
+    }
+
+    /// Returns what a tenant has on the disk. Records of other models, tokenizers and formats do not count.
+    pub fn account(&self, account: AccountId) -> AccountUsage {
+        let cell_bytes = self.shared.geometry.cell_bytes() as u64;
+        let account = self.shared.state.lock().accounts.get(Group::Own(account));
+        AccountUsage {
+            bytes: u64::from(account.cells) * cell_bytes,
+            records: account.records,
+            limit_bytes: account.limit.map(|cells| u64::from(cells) * cell_bytes),
+            evicted: account.evicted,
+        }
+    }
+
+    /// Limits the number of bytes of a tenant's records, in whole cells, or removes its limit. From this call on, the
+    /// limit holds at every instant: what is above it leaves now. Without a limit, a tenant may use the whole slab.
+    pub fn limit_account(&self, account: AccountId, bytes: Option<u64>) {
+        let cells =
+            |bytes: u64| u32::try_from(bytes / self.shared.geometry.cell_bytes() as u64).unwrap_or(u32::MAX);
+        self.shared.state.lock().limit(Group::Own(account), bytes.map(cells));
     }
 }

@@ -7,15 +7,16 @@
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use kvcore::BlockKey;
 use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
 
 use super::geometry::Geometry;
 use super::open::write;
+use super::queue::batch_record;
+use super::state::NoCells;
 use super::table::Listed;
-use super::{Shared, SlabState};
-use crate::io::{Direction, IoRequest, PAGE, Pages, Window, run};
-use crate::record::{CellRun, Header, Record};
+use super::{Group, Shared, SlabState};
+use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, Window, run};
+use crate::record::{AccountId, CellRun, Header, Record};
 
 /// The largest request in bytes.
 pub(super) const REQUEST: usize = 256 << 10;
@@ -63,52 +64,71 @@ impl Shared {
         loop {
             // One thread at a time, so that the numbers of the writes follow the order of the stores.
             let placing = self.placing.lock();
-            let Some(batch) = self.next_batch() else { return };
-            let keys: Vec<BlockKey> = batch.iter().map(|record| record.id.key).collect();
-            let bytes = batch.iter().map(Record::payload_len).sum();
+            let Some((number, batch)) = self.next_batch() else { return };
             let mut placed = Vec::new();
             let mut writing = self.writing.read();
             for record in batch {
-                let payload = record.payload_len();
-                let mut runs = self.state.lock().take(payload);
-                if runs.is_none() {
-                    // A checkpoint lists written records, and forgets the cells of others.
-                    self.write_batch(std::mem::take(&mut placed));
-                    drop(writing);
-                    (runs, writing) = self.open_cells(payload);
+                if self.queue.lock().is_given_up(number) {
+                    break;
                 }
-                if let Some(runs) = runs {
-                    let mut state = self.state.lock();
-                    state.sequence += 1;
-                    let (sequence, created, identity) = (state.sequence, seconds(), record.id.digest());
-                    placed.push(Placed { record, runs, sequence, created, identity, digest: 0 });
+                let payload = record.payload_len();
+                let account = record.note.account;
+                let mut runs = self.state.lock().take(account, payload);
+                if matches!(runs, Err(NoCells::NotYet)) {
+                    // A checkpoint lists written records, and forgets the cells of others.
+                    self.write_batch(number, std::mem::take(&mut placed));
+                    drop(writing);
+                    (runs, writing) = self.open_cells(account, payload);
+                }
+                match runs {
+                    Ok(runs) => {
+                        let mut state = self.state.lock();
+                        state.sequence += 1;
+                        let (sequence, created, identity) = (state.sequence, seconds(), record.id.digest());
+                        placed.push(Placed { record, runs, sequence, created, identity, digest: 0 });
+                    }
+                    Err(reason) => self.drop_record(number, &record, reason),
                 }
             }
             drop(placing);
-            self.write_batch(placed);
+            self.write_batch(number, placed);
             drop(writing);
-            self.end_batch(&keys, bytes);
+            self.queue.lock().end_batch(number);
+            self.queue_changed.notify_all();
         }
     }
 
-    /// Takes cells for a payload after a checkpoint has opened some. Returns no cells if there is no room, or if
-    /// the disk refuses the checkpoint.
-    fn open_cells(&self, payload: usize) -> (Option<Vec<CellRun>>, RwLockReadGuard<'_, ()>) {
+    /// Drops a record of a batch that gets no cells.
+    fn drop_record(&self, number: u64, record: &Record, reason: NoCells) {
+        let mut queue = self.queue.lock();
+        let is_kept = queue.settle(number, &[batch_record(record)]);
+        self.count(|counts| match reason {
+            NoCells::Refused => counts.write_errors += 1,
+            // What was given up is counted already.
+            NoCells::NotYet | NoCells::NoRoom => counts.stores_dropped += u64::from(is_kept),
+        });
+    }
+
+    /// Takes cells for a payload after a checkpoint has opened some.
+    fn open_cells(
+        &self,
+        account: AccountId,
+        payload: usize,
+    ) -> (Result<Vec<CellRun>, NoCells>, RwLockReadGuard<'_, ()>) {
         // Waits for the batches of other threads, so that the checkpoint lists them.
         let alone = self.writing.write();
-        let mut runs = self.state.lock().take(payload);
-        if runs.is_none() {
-            let room = self.state.lock().make_room(payload);
-            if room && self.checkpoint(payload).is_err() {
-                self.count(|counts| counts.write_errors += 1);
-            } else {
-                runs = if room { self.state.lock().take(payload) } else { None };
-                if runs.is_none() {
-                    self.count(|counts| counts.stores_dropped += 1);
-                }
+        let open = || {
+            let taken = self.state.lock().take(account, payload);
+            if !matches!(taken, Err(NoCells::NotYet)) {
+                return taken;
             }
-        }
-        (runs, RwLockWriteGuard::downgrade(alone))
+            if !self.state.lock().make_room(payload) {
+                return Err(NoCells::NoRoom);
+            }
+            self.checkpoint(payload).map_err(|_| NoCells::Refused)?;
+            self.state.lock().take(account, payload)
+        };
+        (open(), RwLockWriteGuard::downgrade(alone))
     }
 
     /// Writes the last checkpoint, after the threads that write have ended.
@@ -118,36 +138,51 @@ impl Shared {
         }
     }
 
-    /// Writes the payloads, then the headers, and syncs. If that succeeds, the records are found.
-    fn write_batch(&self, mut batch: Vec<Placed>) {
+    /// Writes the payloads, then the headers, and syncs. If that succeeds, and the batch has not been given up in
+    /// the meantime, the records are found.
+    fn write_batch(&self, number: u64, mut batch: Vec<Placed>) {
         if batch.is_empty() {
             return;
         }
-        let written = self.write_payloads(&mut batch).and_then(|()| self.write_headers(&batch));
-        let written = written.and_then(|()| self.io.sync());
-        let (mut state, mut orphans) = (self.state.lock(), 0);
-        for Placed { record, runs, sequence, created, identity, .. } in &mut batch {
-            let (runs, payload, note) = (std::mem::take(runs), record.payload_len(), record.note);
+        let in_time = || {
+            let is_given_up = self.queue.lock().is_given_up(number);
+            if is_given_up { Err(io::Error::from(io::ErrorKind::TimedOut)) } else { Ok(()) }
+        };
+        let written = in_time().and_then(|()| self.write_payloads(&mut batch)).and_then(|()| in_time());
+        let written = written.and_then(|()| self.write_headers(&batch)).and_then(|()| self.io.sync());
+        let records: Vec<_> = batch.iter().map(|placed| batch_record(&placed.record)).collect();
+        let mut state = self.state.lock();
+        // Both are locked, so that a record is always waiting or stored until it is dropped.
+        let mut queue = self.queue.lock();
+        let is_kept = queue.settle(number, &records);
+        let mut orphans = 0;
+        for Placed { record, runs, sequence, created, identity, .. } in batch {
+            let (payload, note) = (record.payload_len(), record.note);
             // The parent may have left while this record was written.
-            let is_orphan = !state.has_parent(&note) && !self.waits(note.parent);
-            orphans += u64::from(is_orphan);
-            if written.is_ok() && !is_orphan {
-                let (key, scope) = (record.id.key, self.scope);
-                let (sequence, created, identity) = (*sequence, *created, *identity);
-                state.insert(Listed { key, scope, sequence, payload, note, created, identity, runs });
+            let is_orphan = !state.has_parent(&note) && !queue.waits(note.parent);
+            orphans += u64::from(is_orphan && is_kept);
+            if written.is_ok() && is_kept && !is_orphan {
+                let (key, scope, uses) = (record.id.key, self.scope, 0);
+                state.insert(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
             } else {
-                state.give_back(runs);
+                state.give_back(Group::Own(note.account), runs);
             }
         }
-        drop(state);
-        self.count(|counts| counts.stores_dropped += orphans);
-        if written.is_err() {
-            self.count(|counts| counts.write_errors += 1);
+        if written.is_err() || !is_kept {
+            // Children that another thread has written before.
+            state.remove_orphans(|parent| queue.waits(parent));
         }
+        // Before anybody learns that nothing waits any more.
+        self.count(|counts| {
+            counts.stores_dropped += orphans;
+            counts.write_errors += u64::from(written.is_err() && is_kept);
+        });
+        drop((state, queue));
+        self.queue_changed.notify_all();
     }
 
     fn write_payloads(&self, batch: &mut [Placed]) -> io::Result<()> {
-        let window = Window::new(self.io.as_ref());
+        let window = Window::new(&*self.io);
         for Placed { record, runs, digest, .. } in batch {
             let mut spans = spans(self.geometry, runs, record.payload_len()).into_iter();
             let mut offset = 0;
@@ -189,7 +224,7 @@ impl Shared {
     }
 
     fn run(&self, requests: Vec<IoRequest>) -> io::Result<()> {
-        run(self.io.as_ref(), requests, None).map(drop).map_err(|fault| match fault {
+        run(&*self.io, requests, None).map(drop).map_err(|fault| match fault {
             crate::io::RunFault::Failed(error) => error,
             crate::io::RunFault::Late => io::ErrorKind::TimedOut.into(),
         })
@@ -198,7 +233,7 @@ impl Shared {
     /// Writes a checkpoint that opens cells for a payload. The caller guarantees that no batch is being written.
     fn checkpoint(&self, payload: usize) -> io::Result<()> {
         let table = self.state.lock().checkpoint(payload);
-        write(self.io.as_ref(), self.geometry.table_offset(table.generation), table.pages())?;
+        write(&*self.io, self.geometry.table_offset(table.generation), table.pages())?;
         self.io.sync()?;
         SlabState::opened(&mut self.state.lock(), &table);
         Ok(())

@@ -3,7 +3,9 @@
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
+use kvcore::BlockKey;
 use kvtier::io::{Direction, IoEnd, IoRequest, OnEnd, Pages};
 use kvtier::{DiskIo, FileIo, IoWay, Slab, SlabConfig};
 use parking_lot::Mutex;
@@ -42,9 +44,23 @@ pub(crate) struct TestState {
     pub(crate) short: Option<Direction>,
     /// The requests that the disk has not answered, if it hangs.
     hanging: Option<Vec<(usize, IoRequest, OnEnd)>>,
+    /// The number of writes and syncs after which all writes and syncs hang.
+    pub(crate) hanging_after: Option<usize>,
     /// The ends that the disk has not reported, if it is late.
     late: Option<Vec<(IoEnd, OnEnd)>>,
     writes: usize,
+}
+
+impl TestState {
+    /// Counts a write or a sync. Returns whether it hangs.
+    fn counts(&mut self) -> bool {
+        let left = self.hanging_after.as_mut();
+        left.is_some_and(|left| {
+            let hangs = *left == 0;
+            *left = left.saturating_sub(1);
+            hangs
+        })
+    }
 }
 
 impl std::fmt::Debug for TestState {
@@ -69,9 +85,23 @@ impl TestDisk {
     }
 
     pub(crate) fn open(&self) -> kvtier::Result<Slab> {
-        let config =
-            SlabConfig { limit: LIMIT, cell_bytes: 8 << 10, queue_bytes: 4 << 20, ..SlabConfig::default() };
-        Slab::over(Box::new(self.clone()), Path::new("test"), scope(), config, None)
+        self.open_with(SlabConfig::default())
+    }
+
+    /// Opens a slab of the tests' size that gives up writes after `write_deadline`.
+    pub(crate) fn open_within(&self, write_deadline: Duration) -> Slab {
+        self.open_with(SlabConfig { write_deadline, ..SlabConfig::default() }).unwrap()
+    }
+
+    /// Opens a slab of the tests' size with settings.
+    pub(crate) fn open_with(&self, config: SlabConfig) -> kvtier::Result<Slab> {
+        self.open_for(scope(), config)
+    }
+
+    /// Opens a slab of the tests' size for a model, with settings.
+    pub(crate) fn open_for(&self, scope: BlockKey, config: SlabConfig) -> kvtier::Result<Slab> {
+        let config = SlabConfig { limit: LIMIT, cell_bytes: 8 << 10, queue_bytes: 4 << 20, ..config };
+        Slab::over(Box::new(self.clone()), Path::new("test"), scope, config, None)
     }
 
     pub(crate) fn state(&self) -> parking_lot::MutexGuard<'_, TestState> {
@@ -88,6 +118,16 @@ impl TestDisk {
         self.state().late = Some(Vec::new());
     }
 
+    /// Returns the number of slabs, requests and tests that have this disk.
+    pub(crate) fn holders(&self) -> usize {
+        Arc::strong_count(&self.state)
+    }
+
+    /// Returns the number of requests that the disk has not even started.
+    pub(crate) fn unanswered(&self) -> usize {
+        self.state().hanging.as_ref().map_or(0, Vec::len)
+    }
+
     /// Returns the number of ends that are kept.
     pub(crate) fn kept(&self) -> usize {
         self.state().late.as_ref().map_or(0, Vec::len)
@@ -95,7 +135,10 @@ impl TestDisk {
 
     /// Answers the requests that hang or are late, and later ones.
     pub(crate) fn go_on(&self) {
-        let hanging = self.state().hanging.take().unwrap_or_default();
+        let mut state = self.state();
+        state.hanging_after = None;
+        let hanging = state.hanging.take().unwrap_or_default();
+        drop(state);
         for (index, request, on_end) in hanging {
             self.start(vec![request], Arc::new(move |end| on_end(IoEnd { index, ..end })));
         }
@@ -110,7 +153,9 @@ impl DiskIo for TestDisk {
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd) {
         for (index, request) in requests.into_iter().enumerate() {
             let mut state = self.state();
-            if let Some(hanging) = &mut state.hanging {
+            let hangs = request.direction == Direction::Write && state.counts();
+            if hangs || state.hanging.is_some() && state.hanging_after.is_none() {
+                let hanging = state.hanging.get_or_insert_default();
                 hanging.push((index, request, Arc::clone(&on_end)));
                 continue;
             }
@@ -164,6 +209,11 @@ impl DiskIo for TestDisk {
     }
 
     fn sync(&self) -> io::Result<()> {
+        let mut hangs = self.state().counts();
+        while hangs {
+            std::thread::sleep(Duration::from_millis(1));
+            hangs = self.state().hanging_after.is_some();
+        }
         self.state().events.push(Event::Sync);
         self.below.sync()
     }

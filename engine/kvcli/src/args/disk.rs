@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use kvchunk::LoadRule;
+use kvcore::PolicyKind;
 use kvengine::Engine;
 use kvtier::SlabConfig;
 
@@ -24,9 +25,8 @@ pub(crate) struct DiskArgs {
     #[arg(long, value_enum, requires = "disk", default_value = "faster")]
     disk_loads: DiskLoads,
 
-    /// The largest size of the folder, such as 50GiB or 800MB. Its file has the full size from the start.
-    #[arg(long, value_name = "SIZE", requires = "disk", default_value = "10GiB", value_parser = bytes)]
-    disk_limit: u64,
+    #[command(flatten)]
+    file: DiskFileArgs,
 
     /// File for the keys and values of this prompt alone: if it exists, they are restored from it before the prompt is
     /// computed, and they are saved there after the answer. For a folder of many documents, use --disk.
@@ -34,12 +34,44 @@ pub(crate) struct DiskArgs {
     pub(crate) prompt_cache: Option<PathBuf>,
 }
 
+/// Options for the file in the folder, shared by all commands that fill it.
+#[derive(Debug, Args)]
+pub(crate) struct DiskFileArgs {
+    /// The largest size of the folder, such as 50GiB or 800MB. Its file has the full size from the start.
+    #[arg(long, value_name = "SIZE", requires = "disk", default_value = "10GiB", value_parser = bytes)]
+    disk_limit: u64,
+
+    /// Which documents leave the folder first when it is full. lru: those not used for the longest time. s3-fifo,
+    /// tiny-lfu: those that were used only once, so that many new documents do not push out popular ones.
+    #[arg(long, value_enum, requires = "disk", default_value = "lru")]
+    disk_policy: DiskPolicy,
+}
+
+impl DiskFileArgs {
+    /// Returns the settings of the file.
+    pub(crate) fn config(&self) -> SlabConfig {
+        let policy = match self.disk_policy {
+            DiskPolicy::Lru => PolicyKind::Lru,
+            DiskPolicy::S3Fifo => PolicyKind::S3Fifo,
+            DiskPolicy::TinyLfu => PolicyKind::TinyLfu,
+        };
+        SlabConfig { limit: self.disk_limit, policy, ..SlabConfig::default() }
+    }
+}
+
+/// The policies for what leaves a full disk. Records have no priorities.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum DiskPolicy {
+    Lru,
+    S3Fifo,
+    TinyLfu,
+}
+
 impl DiskArgs {
     /// Opens the folder, if there is one, below the engine's caches.
     pub(crate) fn open(&self, engine: &mut Engine) -> Result<()> {
         let Some(folder) = &self.disk else { return Ok(()) };
-        let config = SlabConfig { limit: self.disk_limit, ..SlabConfig::default() };
-        engine.open_disk(folder, config)?;
+        engine.open_disk(folder, self.file.config())?;
         engine.load_from_disk(match self.disk_loads {
             DiskLoads::Faster => LoadRule::IfFaster,
             DiskLoads::Always => LoadRule::Always(PATIENCE),
@@ -77,9 +109,8 @@ pub(crate) struct WarmArgs {
     #[arg(long, value_name = "FOLDER")]
     pub(crate) disk: PathBuf,
 
-    /// The largest size of the folder, such as 50GiB or 800MB. Its file has the full size from the start.
-    #[arg(long, value_name = "SIZE", default_value = "10GiB", value_parser = bytes)]
-    pub(crate) disk_limit: u64,
+    #[command(flatten)]
+    pub(crate) file: DiskFileArgs,
 
     /// GGUF file, or Hugging Face directory with config.json, safetensors and tokenizer.json. Default: the
     /// built-in model.

@@ -116,10 +116,11 @@ impl LiveRequest {
     }
 
     /// Queues the blocks of a sample's sequence to be written to the disk, so that prompts that start with the
-    /// same tokens find them. Errors are ignored: the blocks are computed again.
+    /// same tokens find them. An error of the backend is counted, and the blocks are computed again.
     pub(super) fn save_branch(&mut self, runner: &Runner, branch: usize) {
         let (Some(tier), Some(pool)) = (&runner.tier, self.kept_in(runner)) else { return };
-        let root = *self.prompt.keys().root();
+        let (root, tenant) = (*self.prompt.keys().root(), self.prompt.keys().id());
+        let account = runner.caches.chunks().map(|cache| tier.account(cache, tenant)).unwrap_or_default();
         let branch = &mut self.branches[branch];
         let Some(sequence) = branch.sequence else { return };
         let Ok(segment) = runner.caches.sequences.first().segment(sequence) else { return };
@@ -130,6 +131,6 @@ impl LiveRequest {
         }
         let keys = branch.prompt_keys(root, pool.block_size());
         let full = full.min(keys.keys().len());
-        drop(tier.save_prefix(keys.tokens(), &keys.keys()[..full], &segment.blocks[..full]));
+        drop(tier.save_prefix(account, keys.tokens(), &keys.keys()[..full], &segment.blocks[..full]));
     }
 }

@@ -15,6 +15,8 @@ mod crowd;
 mod decoys;
 mod devices;
 mod disk;
+mod disk_saves;
+mod disk_tenants;
 mod disk_waits;
 mod drafts;
 mod endings;

@@ -691,7 +691,8 @@ class LLM:
     question never does. Built-in texts are used by default. Decoys of the same kind as the documents keep more of
     the answers.
 
-    With ``disk``, documents and prompts outlive the program in a file of ``disk_limit`` bytes in that folder.
+    With ``disk``, documents and prompts outlive the program in a file of ``disk_limit`` bytes in that folder. When it is
+    full, ``disk_policy`` determines which of them leave first.
     """
 
     def __new__(
@@ -710,6 +711,7 @@ class LLM:
         disk: str | PathLike[str] | None = None,
         disk_limit: int = ...,
         disk_loads: Literal["faster", "always"] = "faster",
+        disk_policy: Literal["lru", "s3-fifo", "tiny-lfu", "priority"] = "lru",
     ) -> Self: ...
     @overload
     def generate(

@@ -16,6 +16,7 @@ SLAB_COUNTERS = {
     "loads_skipped_slower": "Blocks that were not read because computing them is faster.",
     "read_errors": "Blocks that the disk refused to read.",
     "write_errors": "Writes that the disk refused.",
+    "write_deadline_exceeded": "Batches of blocks that were given up, because the disk did not end a write in time.",
     "stores_dropped": "Blocks that were not written, because there was no room.",
     "evicted": "Blocks that were evicted from the disk tier.",
 }

@@ -1,0 +1,92 @@
+//! Accounts: how many cells and records each tenant has, and whose records leave first.
+
+use std::collections::BTreeMap;
+
+use crate::record::AccountId;
+
+/// Records that are counted together, and leave in one order. Those of other models come first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Group {
+    /// Records of other models, tokenizers and formats.
+    Foreign,
+    /// The records of a tenant.
+    Own(AccountId),
+}
+
+/// The accounts of a slab.
+#[derive(Debug, Default)]
+pub(super) struct Accounts {
+    all: BTreeMap<Group, Account>,
+}
+
+/// What a tenant has on the disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Account {
+    /// The cells of its records, and of those that are being written.
+    pub(super) cells: u32,
+    /// The cells of those that are being written.
+    pub(super) written: u32,
+    pub(super) records: usize,
+    /// The largest number of cells, or `None` for all.
+    pub(super) limit: Option<u32>,
+    /// The number of records that were evicted.
+    pub(super) evicted: u64,
+}
+
+impl Accounts {
+    /// Returns a group's account.
+    pub(super) fn get(&self, group: Group) -> Account {
+        self.all.get(&group).copied().unwrap_or_default()
+    }
+
+    /// Returns a group's account, to be changed.
+    pub(super) fn of(&mut self, group: Group) -> &mut Account {
+        self.all.entry(group).or_default()
+    }
+
+    /// Returns all accounts.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (Group, &Account)> {
+        self.all.iter().map(|(&group, account)| (group, account))
+    }
+
+    /// Returns the groups in the order in which they give up records: first those of other models, and then the
+    /// tenants that use the largest parts of what they may use. `cells` is what a tenant without a limit may use.
+    pub(super) fn by_pressure(&self, cells: u32) -> Vec<Group> {
+        let pressure = |account: &Account| {
+            f64::from(account.cells) / f64::from(account.limit.unwrap_or(cells).clamp(1, cells.max(1)))
+        };
+        let used = self.all.iter().filter(|(_, account)| account.records > 0);
+        let mut groups: Vec<(Group, f64)> =
+            used.map(|(&group, account)| (group, pressure(account))).collect();
+        let is_own = |group: Group| group != Group::Foreign;
+        groups.sort_by(|&(a, of_a), &(b, of_b)| {
+            is_own(a).cmp(&is_own(b)).then(of_b.total_cmp(&of_a)).then(a.cmp(&b))
+        });
+        groups.into_iter().map(|(group, _)| group).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_models_give_first_and_then_those_that_use_most_of_what_they_may() {
+        let mut accounts = Accounts::default();
+        let own = |number| Group::Own(AccountId::from_bits(number));
+        let each = [
+            (own(1), 50, None),
+            (own(2), 10, Some(20)),
+            (own(3), 30, Some(200)),
+            (Group::Foreign, 1, None),
+            (own(4), 9, Some(0)),
+        ];
+        for (group, cells, limit) in each {
+            *accounts.of(group) = Account { cells, records: 1, limit, ..Account::default() };
+        }
+        *accounts.of(own(5)) = Account { cells: 90, ..Account::default() };
+        let order = accounts.by_pressure(100);
+        assert_eq!(order, [Group::Foreign, own(4), own(1), own(2), own(3)]);
+        assert_eq!(accounts.get(own(9)), Account::default());
+    }
+}
