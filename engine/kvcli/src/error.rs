@@ -128,7 +128,7 @@ pub(crate) enum Error {
     GateUndecided(String),
     /// A file of results, such as a plot, cannot be written.
     #[error("cannot write {path}: {reason}")]
-    Plot { path: PathBuf, reason: String },
+    Results { path: PathBuf, reason: String },
     /// The demo's check of its own results failed.
     #[error("{0}")]
     Demo(String),

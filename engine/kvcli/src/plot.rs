@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use kvengine::ResultFile;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
@@ -50,32 +51,31 @@ const COLOURS: [(u8, u8, u8); 9] = [
 /// The width and height of a panel.
 const PANEL: (u32, u32) = (640, 480);
 
-/// Checks that a plot can be written to a file. Call this before the data is computed.
-pub(crate) fn writable(path: &Path) -> Result<()> {
-    let existed = path.exists();
-    let opened = std::fs::OpenOptions::new().create(true).append(true).open(path);
-    let tried = opened.and_then(|_| if existed { Ok(()) } else { std::fs::remove_file(path) });
-    tried.map_err(|error| Error::Plot { path: path.to_owned(), reason: error.to_string() })
+/// Opens a file of results. Call this before the results are computed.
+pub(crate) fn result_file(path: &Path) -> Result<ResultFile> {
+    ResultFile::open(path)
+        .map_err(|error| Error::Results { path: path.to_owned(), reason: error.to_string() })
 }
 
 /// Draws the panels side by side, each with its series, error bars and legend.
-pub(crate) fn draw(path: &Path, panels: &[(Frame<'_>, Vec<Series>)]) -> Result<()> {
-    try_draw(path, panels).map_err(|reason| Error::Plot { path: path.to_owned(), reason: reason.to_string() })
+pub(crate) fn draw(file: ResultFile, panels: &[(Frame<'_>, Vec<Series>)]) -> Result<()> {
+    let path = file.path().to_owned();
+    let written = svg(panels).and_then(|svg| Ok(file.write(&svg)?));
+    written.map_err(|reason| Error::Results { path, reason: reason.to_string() })
 }
 
-fn try_draw(
-    path: &Path,
-    panels: &[(Frame<'_>, Vec<Series>)],
-) -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let (width, height) = PANEL;
+fn svg(panels: &[(Frame<'_>, Vec<Series>)]) -> std::result::Result<String, Box<dyn std::error::Error>> {
+    let ((width, height), mut text) = (PANEL, String::new());
     let count = panels.len().max(1);
-    let root = SVGBackend::new(path, (width * count as u32, height)).into_drawing_area();
-    root.fill(&WHITE)?;
-    for (area, (frame, series)) in root.split_evenly((1, count)).iter().zip(panels) {
-        panel(area, frame, series)?;
+    {
+        let root = SVGBackend::with_string(&mut text, (width * count as u32, height)).into_drawing_area();
+        root.fill(&WHITE)?;
+        for (area, (frame, series)) in root.split_evenly((1, count)).iter().zip(panels) {
+            panel(area, frame, series)?;
+        }
+        root.present()?;
     }
-    root.present()?;
-    Ok(())
+    Ok(text)
 }
 
 fn panel(

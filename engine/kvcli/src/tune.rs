@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::args::TuneArgs;
 use crate::asking;
 use crate::error::{Error, Result};
-use crate::plot::writable;
+use crate::plot::result_file;
 use crate::progress::AnswerProgress;
 use crate::report::{json, table};
 
@@ -26,7 +26,7 @@ struct TuneReport<'a> {
 }
 
 pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
-    writable(&args.out)?;
+    let out = result_file(&args.out)?;
     let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
     let questions = asking::questions(&args.asking, asking::JUDGED)?;
     let screened = screened(&questions, args.screen);
@@ -80,7 +80,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
             divergence: choice.divergence,
             operations: choice.operations,
         };
-        TunedReuse::new(engine.model(), way, &options.eval.style.decoys, measured).write(&args.out)?;
+        TunedReuse::new(engine.model(), way, &options.eval.style.decoys, measured).write(out)?;
         file = Some(args.out.as_path());
     }
     let out = &mut std::io::stdout().lock();

@@ -182,6 +182,46 @@ fn what_is_no_regular_file_is_named() {
     assert_fails(&answers, &kvc(&answers), 1, &["large"]);
 }
 
+/// A pipe without a reader in place of a result is named before anything is computed. None of the commands waits.
+#[cfg(unix)]
+#[test]
+fn results_for_a_pipe_that_nobody_reads_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe").to_str().unwrap().to_owned();
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    for args in [
+        &["eval", "--answers", &pipe][..],
+        &["eval", "--plot", &pipe],
+        &["eval", "--save-questions", &pipe],
+        &["tune", "--out", &pipe],
+        &["bench", "rag", "--plot", &pipe],
+        &["bench", "serve", "--plot", &pipe],
+    ] {
+        assert_fails(
+            args,
+            &kvc(args),
+            1,
+            &[&pipe, "a pipe that nobody reads; start its reader, or give a file"],
+        );
+    }
+}
+
+/// The reader of a pipe gets each answer.
+#[cfg(unix)]
+#[test]
+fn answers_reach_the_reader_of_a_pipe() {
+    let folder = tempfile::tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let path = pipe.clone();
+    // Opening one end of a pipe waits until the other end is open.
+    let reader = std::thread::spawn(move || fs::read_to_string(path).unwrap());
+    let held = fs::OpenOptions::new().write(true).open(&pipe).unwrap();
+    scores(&ASK, &pipe);
+    drop(held);
+    assert_eq!(reader.join().unwrap().lines().count(), 1 + ANSWERS);
+}
+
 #[cfg(target_os = "linux")]
 #[test]
 fn a_file_that_cannot_be_written_ends_the_evaluation() {

@@ -28,6 +28,7 @@
 //!         request        requests with their settings, and answers
 //!         config, error  the settings of an engine, its errors
 //! tuned                  a file with the reuse settings that suit a model, and the settings without such a file
+//!   result_file          a file that a result will be written to
 //! ```
 
 #![forbid(unsafe_code)]
@@ -37,6 +38,7 @@ mod engine;
 mod error;
 mod prompt;
 mod request;
+mod result_file;
 mod runner;
 mod sampling;
 mod serve;
@@ -52,6 +54,7 @@ pub use prompt::BUILT_IN_DECOYS;
 pub use request::{
     BeamSearch, FinishReason, Generation, PromptTokens, Request, Sampling, SparseDecode, TokenLogprobs,
 };
+pub use result_file::ResultFile;
 pub use runner::{CacheReport, GroupReport, PinnedPrompt, Slept};
 pub use sampling::Sampler;
 pub use serve::{

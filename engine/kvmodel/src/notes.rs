@@ -68,17 +68,15 @@ pub(crate) fn tensors(unused: &[String], config: &ModelConfig) -> Option<String>
         .then(|| format!("these tensors of the files are not used: {}{more}", first.join(", ")))
 }
 
-/// If the config ties the output head to the embeddings, but the files have a head of their own that
-/// differs, makes the model use the head. Returns a sentence that says so.
+/// If the config ties the output head to the embeddings, but the files have a head with other elements, makes
+/// the model use that head. Returns a sentence that says so.
 pub(crate) fn untie(config: &mut ModelConfig, weights: &Weights) -> Option<String> {
     let (Some(head), Some(table)) =
         (weights.peek("lm_head.weight"), weights.peek("model.embed_tokens.weight"))
     else {
         return None;
     };
-    let same =
-        head.dtype() == table.dtype() && head.shape() == table.shape() && head.bytes() == table.bytes();
-    if !config.tied_head || same {
+    if !config.tied_head || head.has_elements_of(table) {
         return None;
     }
     config.tied_head = false;

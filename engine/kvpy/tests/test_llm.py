@@ -2,9 +2,7 @@
 
 import pathlib
 import shutil
-import signal
 import threading
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -189,42 +187,6 @@ def test_an_answer_that_outgrows_the_memory_is_kept() -> None:
 def test_settings_out_of_range_are_refused_when_they_are_made(setting: dict[str, object]) -> None:
     with pytest.raises(kvcache.KvCacheError, match=next(iter(setting))):
         kvcache.SamplingParams(**setting)  # type: ignore[arg-type]
-
-
-def test_a_signal_handler_may_use_the_model(llm: kvcache.LLM) -> None:
-    seen: list[str] = []
-
-    def handler(_number: int, _frame: types.FrameType | None) -> None:
-        seen.append(llm.generate(OTHER)[0].text.strip())
-        assert llm.get_chunk_cache_stats().total_blocks > 0
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.005)
-        settings = kvcache.SamplingParams(max_tokens=1500, ignore_eos=True)
-        answers = llm.generate([PROMPT] * 4, settings)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert seen == ["red"]
-    assert all(isinstance(answer, kvcache.RequestOutput) and len(answer.token_ids) == 1500 for answer in answers)
-
-
-def test_a_signal_handler_that_raises_ends_the_answers(llm: kvcache.LLM) -> None:
-    def handler(_number: int, _frame: types.FrameType | None) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.01)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([PROMPT] * 4, kvcache.SamplingParams(max_tokens=3000, ignore_eos=True))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    (answer,) = llm.generate(PROMPT)
-    assert answer.text.strip() == "blue"
 
 
 def on_disk(folder: pathlib.Path, **settings: Any) -> kvcache.LLM:

@@ -139,6 +139,8 @@ impl PartialSoftmax {
 
     fn add(&mut self, logit: f32, value: &[f32]) {
         if logit == f32::NEG_INFINITY {
+            // A weight of 0 times an infinite value is NaN, and −∞ minus −∞ would be NaN for every value.
+            self.values.iter_mut().zip(value).for_each(|(x, y)| *x += 0.0 * y);
             return;
         }
         if logit > self.max {
@@ -255,11 +257,12 @@ impl RotatedRow {
 fn merge(op: &Attend, groups: Vec<PartialSoftmax>) -> (Vec<f32>, f32) {
     let mut all = PartialSoftmax::new(op.arena.layout().shape().v_dim);
     for (mut softmax, group) in groups.into_iter().zip(op.work.groups().iter()) {
+        // A group without weights has zeros, or NaN from infinite values.
+        let lse = if softmax.is_empty() { f32::NEG_INFINITY } else { softmax.lse() * group.lse_scale };
         if !softmax.is_empty() {
-            let lse = softmax.lse() * group.lse_scale;
             softmax.values.iter_mut().for_each(|x| *x /= softmax.sum);
-            all.add(lse, &softmax.values);
         }
+        all.add(lse, &softmax.values);
     }
     if !all.is_empty() {
         all.values.iter_mut().for_each(|x| *x /= all.sum);

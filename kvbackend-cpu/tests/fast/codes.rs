@@ -207,6 +207,83 @@ proptest! {
     }
 }
 
+/// The codes of `fp8-e5m2` for infinity, and one that is not a number.
+const NOT_FINITE: [u8; 3] = [0x7c, 0xfc, 0x7e];
+
+/// Generates calls over few tokens, some of whose keys and values are infinite. In latent attention, an infinite value
+/// also makes its logit infinite.
+fn call_with_infinities() -> impl Strategy<Value = Call> {
+    let width = || prop::sample::select(vec![1usize, 2, 8, 16, 33, 64]);
+    let format = prop::sample::select(vec!["fp8-e5m2", "fp8-e5m2:head"]);
+    let odd = (any::<bool>(), any::<usize>(), prop::sample::select(NOT_FINITE.to_vec()));
+    let rows = prop::collection::vec(0..140usize, 1..8);
+    let options = (1..8usize, rows, prop::option::of(1..70usize), any::<bool>());
+    (format, width(), width(), prop::collection::vec(odd, 1..6), any::<u64>(), options).prop_map(
+        |(format, k_dim, v_dim, odd, seed, (group, rows, window, latent))| {
+            let shape = KvShape {
+                num_layers: 1,
+                num_blocks: 35,
+                block_size: 4,
+                k_heads: 1,
+                v_heads: 1,
+                k_dim,
+                v_dim,
+                format: format.parse().unwrap(),
+                order: BlockOrder::TokenMajor,
+            };
+            let (odd_scales, largest_scale) = (false, false);
+            Call { shape, group, rows, window, latent, seed, odd, odd_scales, largest_scale }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, max_shrink_iters: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn attention_over_infinite_codes_equals_the_reference(call in call_with_infinities()) {
+        equals_the_reference(&call)?;
+    }
+}
+
+/// Returns a call over tokens with keys of one element and values of two. The key of token 3 is infinite, or its latent
+/// logit, and so is the first element of its value.
+fn infinite_token(code: u8, latent: bool, (rows, window): (&[usize], Option<usize>)) -> Call {
+    let num_blocks = 35;
+    // The blocks of a sequence stand in reverse order.
+    let row = 4 * (num_blocks - 1) + 3;
+    let key = (!latent).then_some((false, row, code));
+    let odd: Vec<(bool, usize, u8)> = key.into_iter().chain([(true, 2 * row, code)]).collect();
+    let plain = one_token("fp8-e5m2", odd.into_iter());
+    let shape = KvShape { num_blocks, block_size: 4, k_dim: 1, v_dim: 2, ..plain.shape };
+    Call { shape, rows: rows.to_vec(), window, latent, ..plain }
+}
+
+/// A token whose logit is −∞ has no weight, and 0 times infinity is NaN: in the first tile of a row, in a later one, and
+/// as the only token.
+#[test]
+fn an_infinite_value_makes_the_output_nan_although_it_has_no_weight() {
+    for code in [0x7c, 0xfc] {
+        for latent in [false, true] {
+            for seen in [
+                (&[3, 90][..], None),
+                (&[70, 139], None),
+                (&[3], Some(1)),
+                (&[4, 5], Some(3)),
+                (&[67], Some(65)),
+            ] {
+                let call = infinite_token(code, latent, seen);
+                equals_the_reference(&call).unwrap();
+                let (out, _) = call.run(&Lab::new(&super::ways()[0]));
+                let (infinite, other): (Vec<f32>, Vec<f32>) =
+                    out.chunks(2).map(|pair| (pair[0], pair[1])).unzip();
+                assert!(infinite.iter().all(|x| x.is_nan()), "{code} {latent} {seen:?}: {infinite:?}");
+                assert!(other.iter().any(|x| x.is_finite()), "{code} {latent} {seen:?}: no logit is −∞");
+            }
+        }
+    }
+}
+
 /// Returns a call over a single token of 64 elements. `odd` gives some of its codes.
 fn one_token(format: &str, odd: impl Iterator<Item = (bool, usize, u8)>) -> Call {
     let (format, order) = (format.parse().unwrap(), BlockOrder::TokenMajor);

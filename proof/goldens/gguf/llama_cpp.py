@@ -22,6 +22,8 @@ import xllamacpp
 
 OUT = pathlib.Path(__file__).parents[3] / "engine/kvmodel/tests/goldens"
 WIDTH, HEADS, INNER = 32, 2, 64
+# Fields of YaRN, each in a file of its own.
+YARN = {"yarn_beta_fast": 2.0, "yarn_beta_slow": 0.125, "yarn_ext_factor": 1.0}
 # Every name that the reader accepts.
 PRE = [
     "default", "gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum",
@@ -143,12 +145,14 @@ def scored(pieces, scores, kinds):
 
 
 class Llama:
-    """llama.cpp's server with one model."""
+    """llama.cpp's server with one model, and parameters that replace fields of the file."""
 
-    def __init__(self, path):
+    def __init__(self, path, **parameters):
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
+        for name, value in parameters.items():
+            setattr(params, name, value)
         self.server = xllamacpp.Server(params)
 
     def post(self, place, body):
@@ -204,12 +208,17 @@ def main():
     }.items():
         kind = gguf.GGMLQuantizationType.F16
         models[name] = (bytes_of("gpt-2", tokens[:272], few, rope={**yarn, **more}), kind)
+    # llama.cpp reads these fields for architectures such as grok only, and takes them from its parameters otherwise.
+    parameters = {name: {name: value} for name, value in YARN.items()}
+    for name, value in YARN.items():
+        rope = {**yarn, f"scaling.{name}": value}
+        models[name] = (bytes_of("gpt-2", tokens[:272], few, rope=rope), gguf.GGMLQuantizationType.F16)
     for name, (tokenizer, kind) in models.items():
         path = OUT / "gguf" / f"{name}.gguf"
         # With this seed, no two tokens are almost equally likely. llama.cpp rounds activations to eight bits if weights
         # are IQ4_NL, which would then choose the other one.
         write(path, np.random.default_rng(47), tokenizer, kind)
-        llama = Llama(path)
+        llama = Llama(path, **parameters.get(name, {}))
         # A long text shows how the rotary embedding is scaled.
         texts = [TEXTS[0] * 4] if name.startswith(("linear", "scale_linear", "yarn")) else TEXTS[:3]
         goldens["answers"][name] = [{"text": text, "tokens": llama.answer(text)} for text in texts]

@@ -159,4 +159,57 @@ range(5)[:-9:-1] | list
 [1, 2, 3][5:]
 '--x--'.strip('-x')
 'éxé' | trim('éx')
+n is sameas 7
+(n + 249) is sameas 256
+(n + 250) is sameas 257
+(n - 12) is sameas (0 - 5)
+(n - 13) is sameas (0 - 6)
+1000000 is sameas 1000000
+(n + 250) is sameas 258
+true is sameas n
+() is sameas (())
+(n, 2) is sameas ((n, 2))
+(n, 2) is sameas ((n, 3))
+(1, 2) is sameas ((1, 2))
+'' is sameas ''
+s[0] is sameas 'H'
+uni[5] is sameas uni[4]
+'é' is sameas uni[9]
+uni[11] is sameas '你'
+'ab' is sameas 'ab'
+(s ~ '') is sameas s
+(f + 0) is sameas f
+range(n) is sameas range(7)
+'abc'.maketrans('a', 'b')
+'abc'.maketrans({'a': 'b'})
+''.maketrans('ab', 'xy', 'cé')
+''.maketrans({97: none, 'b': 'zz', 99: 120})
+''.maketrans('ab', 'x')
+''.maketrans({'ab': 1})
+''.maketrans({none: 1})
+''.maketrans('ab')
+''.maketrans()
+'abc'.translate({97: 'zz', 98: none, 99: 120})
+'abcé'.translate(''.maketrans('ab', 'xy', 'cé'))
+'abc'.translate({97: 1114112})
+'abc'.translate({97: 1.5})
+'abc'.translate({97: -1})
+'ab'.translate('x' * 97 ~ 'yz')
+'ab'.translate(['x'] * 98)
+'ab'.translate(5)
+'ab'.translate()
+'{x} {y[0]} {x!r:>4}'.format_map({'x': 'a', 'y': [1]})
+'{x}'.format_map({})
+'{}'.format_map({'x': 1})
+'{0}'.format_map({'0': 1})
+'{x}'.format_map(5)
+'{x}'.format_map()
+dict.fromkeys('aba', 3)
+dict.fromkeys([1, 'a'])
+{}.fromkeys(xs, [])
+dict.fromkeys([[1]])
+dict.fromkeys(5)
+dict.fromkeys()
+dict.fromkeys is callable
+dict.get is defined
 """.strip("\n").split("\n")

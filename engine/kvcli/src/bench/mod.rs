@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::args::{BenchArgs, BenchKind, MeasuredArgs, RagArgs};
 use crate::backend::OpenedBackend;
 use crate::error::Result;
-use crate::plot::writable;
+use crate::plot::result_file;
 use crate::progress::{bar, counting};
 use crate::{backend, load, memory, report};
 
@@ -38,7 +38,7 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
 }
 
 fn rag(args: &RagArgs) -> Result<()> {
-    args.plot.as_deref().map_or(Ok(()), writable)?;
+    let plot = args.plot.as_deref().map(result_file).transpose()?;
     let cell = ReuseCell { mode: args.chunks, strategy: args.positions.into() };
     let mut reports = Vec::new();
     for popularity in popularities(args) {
@@ -63,8 +63,8 @@ fn rag(args: &RagArgs) -> Result<()> {
         show::workloads(out, &reports)?;
         show::ttft(out, &ttft, args)?;
     }
-    match (&args.plot, reports.first()) {
-        (Some(path), Some(first)) => show::plot(path, first),
+    match (plot, reports.first()) {
+        (Some(file), Some(first)) => show::plot(file, first),
         _ => Ok(()),
     }
 }
@@ -109,7 +109,7 @@ fn engine(args: &RagArgs) -> Result<Engine> {
     Ok(Engine::new(model, backend, &tokenizer, &config)?)
 }
 
-/// Returns the bytes of the weights of a model for benchmarks. While the model is built, its largest weight is there
+/// Returns the bytes of the weights of a model for benchmarks. While the model is built, its largest weight exists
 /// three times: as random numbers, as the bytes of a tensor, and in the model.
 fn weight_bytes(config: &ModelConfig, format: WeightFormat) -> u64 {
     let [hidden, inner, vocabulary] =

@@ -3,18 +3,18 @@
 use std::io::Write;
 use std::path::Path;
 
-use kvengine::{Engine, EngineConfig, Scheduling};
+use kvengine::{Engine, EngineConfig, ResultFile, Scheduling};
 use kvlab::{Arrival, SharedPrefix, Times, Traffic, TrafficReport, play};
 
 use super::open;
 use crate::args::ServeArgs;
 use crate::error::{Error, Result};
-use crate::plot::{Frame, Legend, Series, draw, writable};
+use crate::plot::{Frame, Legend, Series, draw, result_file};
 use crate::progress::{bar, counting};
 use crate::report::{json, table};
 
 pub(super) fn serve(args: &ServeArgs) -> Result<()> {
-    args.plot.as_deref().map_or(Ok(()), writable)?;
+    let file = args.plot.as_deref().map(result_file).transpose()?;
     let trace = match &args.trace {
         Some(path) => read(path)?,
         None => Traffic {
@@ -41,7 +41,7 @@ pub(super) fn serve(args: &ServeArgs) -> Result<()> {
     } else {
         show(out, &report)?;
     }
-    args.plot.as_deref().map_or(Ok(()), |path| plot(path, &report))
+    file.map_or(Ok(()), |file| plot(file, &report))
 }
 
 fn engine(args: &ServeArgs) -> Result<Engine> {
@@ -112,7 +112,7 @@ fn show(out: &mut impl Write, report: &TrafficReport) -> Result<()> {
     Ok(())
 }
 
-fn plot(path: &Path, report: &TrafficReport) -> Result<()> {
+fn plot(file: ResultFile, report: &TrafficReport) -> Result<()> {
     let points: Vec<_> = report.ttft_ms.iter().enumerate().map(|(i, &ms)| (i as f64, ms, 0.0)).collect();
     let highest = report.ttft_ms.iter().copied().fold(0.0, f64::max);
     let frame = Frame {
@@ -123,5 +123,5 @@ fn plot(path: &Path, report: &TrafficReport) -> Result<()> {
         y_range: 0.0..1.1 * highest.max(f64::MIN_POSITIVE),
         legend: Legend::Below,
     };
-    draw(path, &[(frame, vec![Series { name: "time to first token".to_owned(), points }])])
+    draw(file, &[(frame, vec![Series { name: "time to first token".to_owned(), points }])])
 }

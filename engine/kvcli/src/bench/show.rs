@@ -1,9 +1,9 @@
 //! Tables and plots of `kvc bench rag`.
 
 use std::io::Write;
-use std::path::Path;
 
 use kvchunk::metrics::{Goal, Target};
+use kvengine::ResultFile;
 use kvlab::{Popularity, RagReport, Times, TtftRow};
 
 use crate::args::RagArgs;
@@ -156,7 +156,7 @@ pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Re
 }
 
 /// Plots the time to first token of each request, in order of arrival.
-pub(super) fn plot(path: &Path, report: &RagReport) -> Result<()> {
+pub(super) fn plot(file: ResultFile, report: &RagReport) -> Result<()> {
     let point = |request: usize, ms: f64| (request as f64, ms, 0.0);
     let with = report.arrivals.iter().map(|a| point(a.request, a.ttft_ms)).collect();
     let without =
@@ -174,5 +174,5 @@ pub(super) fn plot(path: &Path, report: &RagReport) -> Result<()> {
         y_range: 0.0..1.1 * highest.max(f64::MIN_POSITIVE),
         legend: Legend::Middle,
     };
-    draw(path, &[(frame, series.into())])
+    draw(file, &[(frame, series.into())])
 }

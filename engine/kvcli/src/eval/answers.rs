@@ -2,12 +2,12 @@
 //! name of its arm and the digest of its question.
 
 use std::collections::HashSet;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use kvengine::Engine;
+use kvengine::{Engine, ResultFile};
 use kvlab::{Arm, EvalOptions, Question, Trial};
 use kvmodel::TextCodec;
 use serde::{Deserialize, Serialize};
@@ -84,19 +84,20 @@ pub(super) struct AnswerFile {
 }
 
 impl AnswerFile {
-    /// Opens or creates a file. Returns its answers to these questions by these arms. An incomplete last line
+    /// Starts or continues a file. Returns its answers to these questions by these arms. An incomplete last line
     /// is removed.
     pub(super) fn open(
-        path: &Path,
+        file: ResultFile,
         settings: &Settings,
         arms: &[Arm],
         (first, questions): (usize, &[Vec<Question>]),
     ) -> Result<(Self, Vec<Trial>)> {
-        let failed = |source| Error::Answers { path: path.to_owned(), source };
+        let path = &file.path().to_owned();
+        let failed = |source| Error::Answers { path: path.clone(), source };
         let names = arms.iter().map(Arm::name).collect();
         let asked = questions.iter().map(|draw| draw.iter().map(digest).collect()).collect();
         let text = if path.is_file() { complete(path)? } else { String::new() };
-        let file = OpenOptions::new().create(true).append(true).open(path).map_err(failed)?;
+        let file = file.into_appended().map_err(failed)?;
         if path.is_file() {
             file.set_len(text.len() as u64).map_err(failed)?;
         }
@@ -105,7 +106,7 @@ impl AnswerFile {
             write(&mut answers.file, &SettingsLine { settings: settings.clone() }).map_err(failed)?;
             return Ok((answers, Vec::new()));
         };
-        let other = |reason| Error::OtherAnswers { path: path.to_owned(), reason };
+        let other = |reason| Error::OtherAnswers { path: path.clone(), reason };
         let known: SettingsLine = serde_json::from_str(line)
             .map_err(|_| other("its first line does not contain settings".to_owned()))?;
         for (name, ours) in settings {

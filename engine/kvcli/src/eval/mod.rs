@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::Path;
 
 use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, ReuseCell};
-use kvengine::{DefaultReuse, TunedReuse};
+use kvengine::{DefaultReuse, ResultFile, TunedReuse};
 use kvlab::{
     Arm, EvalOptions, Evaluation, Gate, GateCheck, GateLimits, Question, QuestionKind, Score, Trial, evaluate,
 };
@@ -14,7 +14,7 @@ use serde::Serialize;
 use crate::args::{EvalArgs, way};
 use crate::asking;
 use crate::error::{Error, Result};
-use crate::plot::writable;
+use crate::plot::result_file;
 use crate::progress::AnswerProgress;
 use crate::report::json;
 use answers::AnswerFile;
@@ -52,14 +52,14 @@ impl<'a> GateReport<'a> {
 }
 
 pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
-    args.plot.as_deref().map_or(Ok(()), writable)?;
+    let plot = args.plot.as_deref().map(result_file).transpose()?;
     if !args.read.is_empty() {
-        return read(args);
+        return read(args, plot);
     }
     if let Some(path) = &args.save_questions {
         return save(path, &asking::questions(&args.asking, asking::SHOWN)?);
     }
-    args.answers.as_deref().map_or(Ok(()), writable)?;
+    let kept = args.answers.as_deref().map(result_file).transpose()?;
     let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
     let questions = asking::questions(&args.asking, if args.gate { asking::JUDGED } else { asking::SHOWN })?;
     let file = args.reuse.as_deref().map(TunedReuse::read).transpose()?;
@@ -114,9 +114,10 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     arms.extend(tuned.map(Arm::from));
     let asked = (options.first_draw, &questions[..]);
     let (mut file, mut known) = (None, Vec::new());
-    if let Some(path) = &args.answers {
+    if let Some(kept) = kept {
         let settings = answers::settings(args, &options, &engine, &codec);
-        let (opened, answers) = AnswerFile::open(path, &settings, &arms, asked)?;
+        let path = kept.path().to_owned();
+        let (opened, answers) = AnswerFile::open(kept, &settings, &arms, asked)?;
         if !answers.is_empty() {
             note!("continuing {}, which has {} of the answers", path.display(), answers.len());
         }
@@ -137,33 +138,34 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         show::answers(out, &arms, asked, trials, args.show)?;
     }
     let asked = questions.iter().map(Vec::len).sum();
-    report(args, out, scores, (asked, questions.len()), positions)
+    report((args, plot), out, scores, (asked, questions.len()), positions)
 }
 
 /// Writes questions as a dataset, one JSON object per line.
 fn save(path: &Path, draws: &[Vec<Question>]) -> Result<()> {
     let lines: serde_json::Result<Vec<String>> = draws.iter().flatten().map(serde_json::to_string).collect();
     let lines = lines.map_err(std::io::Error::from)?;
-    std::fs::write(path, lines.join("\n") + "\n")
+    ResultFile::open(path)
+        .and_then(|file| file.write(&(lines.join("\n") + "\n")))
         .map_err(|source| Error::SavedQuestions { path: path.to_owned(), source })?;
     note!("{} questions written to {}", lines.len(), path.display());
     Ok(())
 }
 
 /// Scores the answers in the files that the options name.
-fn read(args: &EvalArgs) -> Result<()> {
+fn read(args: &EvalArgs, plot: Option<ResultFile>) -> Result<()> {
     let (arms, trials) = answers::read(&args.read)?;
     let asked: BTreeSet<(usize, usize)> = trials.iter().map(|trial| (trial.draw, trial.question)).collect();
     let draws: BTreeSet<usize> = asked.iter().map(|(draw, _)| *draw).collect();
     let evaluation = Evaluation::of(&arms, trials);
     let positions = args.positions.map_or(PositionStrategy::Sequential, Into::into);
     let out = &mut std::io::stdout().lock();
-    report(args, out, &evaluation.scores, (asked.len(), draws.len()), positions)
+    report((args, plot), out, &evaluation.scores, (asked.len(), draws.len()), positions)
 }
 
 /// Prints and plots scores.
 fn report(
-    args: &EvalArgs,
+    (args, plot): (&EvalArgs, Option<ResultFile>),
     out: &mut impl Write,
     scores: &[Score],
     (asked, draws): (usize, usize),
@@ -175,10 +177,7 @@ fn report(
         show::table(out, scores, draws)?;
         writeln!(out, "\n{}.", counted(asked, draws))?;
     }
-    match &args.plot {
-        Some(path) => plot::plot(path, scores, draws, positions),
-        None => Ok(()),
-    }
+    plot.map_or(Ok(()), |file| plot::plot(file, scores, draws, positions))
 }
 
 /// Formats the number of questions and the number of draws.

@@ -1,8 +1,7 @@
 //! The plot of `kvc eval`: the quality of each strategy against its cost, relative to full attention.
 
-use std::path::Path;
-
 use kvchunk::{ComputeMode, PositionStrategy, Recompute, RecomputeStrategy};
+use kvengine::ResultFile;
 use kvlab::Score;
 
 use super::kinds;
@@ -19,7 +18,12 @@ const MODES: [(ComputeMode, &str); 2] = [
 /// Plots right answers (or divergence from full attention if answers were not measured) against the prefill's
 /// operation count, with one line per family of strategies. Only the last kind of question is plotted,
 /// because its answers depend most on other documents.
-pub(super) fn plot(path: &Path, scores: &[Score], draws: usize, positions: PositionStrategy) -> Result<()> {
+pub(super) fn plot(
+    file: ResultFile,
+    scores: &[Score],
+    draws: usize,
+    positions: PositionStrategy,
+) -> Result<()> {
     let kinds = kinds(scores);
     let Some(kind) = kinds.last().copied() else { return Ok(()) };
     let of_kind: Vec<&Score> = scores.iter().filter(|score| score.kind == kind).collect();
@@ -65,7 +69,7 @@ pub(super) fn plot(path: &Path, scores: &[Score], draws: usize, positions: Posit
         }
     };
     let panels: Vec<_> = panels.into_iter().map(|(title, series)| (frame(title), series)).collect();
-    draw(path, &panels)
+    draw(file, &panels)
 }
 
 /// Returns one line per family, through the points without recomputation and the points of the family's

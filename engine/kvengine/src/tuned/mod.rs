@@ -1,7 +1,6 @@
 //! Tuned reuse: settings that were chosen for one model by measurement, the file that stores them, and the
 //! settings of a model without such a file.
 
-use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::request::Request;
+use crate::result_file::ResultFile;
 
 mod defaults;
 
@@ -100,10 +100,10 @@ impl TunedReuse {
     ///
     /// # Errors
     /// Returns [`Error::Write`] if the file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<()> {
+    pub fn write(&self, file: ResultFile) -> Result<()> {
+        let path = file.path().to_owned();
         let text = serde_json::to_string_pretty(self).map_err(std::io::Error::from);
-        let write = |text: String| replace(path, &(text + "\n"));
-        text.and_then(write).map_err(|source| Error::Write { path: path.to_owned(), source })
+        text.and_then(|text| file.write(&(text + "\n"))).map_err(|source| Error::Write { path, source })
     }
 
     /// Returns the reuse settings, which must have been chosen for `model`.
@@ -137,28 +137,6 @@ impl Request {
     }
 }
 
-/// Writes a file beside the old one, and then replaces the old one. A full disk therefore does not cost the old
-/// contents.
-fn replace(path: &Path, text: &str) -> std::io::Result<()> {
-    let old = std::fs::metadata(path).ok();
-    if old.as_ref().is_some_and(|old| !old.is_file()) {
-        // A device or a pipe is written, not replaced.
-        return std::fs::write(path, text);
-    }
-    // A link stays a link.
-    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    let mut beside = path.clone().into_os_string();
-    beside.push(format!(".{}.part", std::process::id()));
-    let write = || {
-        let mut file = std::fs::File::create(&beside)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        old.map_or(Ok(()), |old| file.set_permissions(old.permissions()))?;
-        std::fs::rename(&beside, &path)
-    };
-    write().inspect_err(|_| drop(std::fs::remove_file(&beside)))
-}
-
 fn hex(bytes: &[u8; 32]) -> String {
     blake3::Hash::from_bytes(*bytes).to_hex().to_string()
 }
@@ -171,23 +149,6 @@ fn short(digits: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_file_that_cannot_be_replaced_keeps_its_contents() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("tuned.json");
-        replace(&path, "old").unwrap();
-        // A folder in the way of the new file.
-        let beside = folder.path().join(format!("tuned.json.{}.part", std::process::id()));
-        std::fs::create_dir(&beside).unwrap();
-        assert!(replace(&path, "new").is_err());
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "old");
-        std::fs::remove_dir(&beside).unwrap();
-        replace(&path, "new").unwrap();
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "new");
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "nothing is left beside it");
-        assert!(replace(&folder.path().join("none/tuned.json"), "new").is_err());
-    }
 
     #[test]
     #[cfg(unix)]
@@ -205,19 +166,5 @@ mod tests {
             assert!(matches!(error, Error::Io { .. }), "{name}: {error}");
             assert!(error.to_string().contains(name), "{error}");
         }
-    }
-
-    #[test]
-    #[cfg(unix)]
-    fn a_link_stays_a_link_and_a_device_stays_a_device() {
-        let folder = tempfile::tempdir().unwrap();
-        let (path, link) = (folder.path().join("tuned.json"), folder.path().join("link"));
-        std::fs::write(&path, "old").unwrap();
-        std::os::unix::fs::symlink(&path, &link).unwrap();
-        replace(&link, "new").unwrap();
-        assert!(link.is_symlink());
-        assert_eq!(std::fs::read_to_string(&path).unwrap(), "new");
-        replace(Path::new("/dev/null"), "new").unwrap();
-        assert!(!std::fs::metadata("/dev/null").unwrap().is_file());
     }
 }

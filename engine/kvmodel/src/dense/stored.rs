@@ -93,6 +93,24 @@ impl StoredWeight {
         values
     }
 
+    /// Returns true if both weights have the same shape and the same elements, in whichever types they are stored.
+    pub fn has_elements_of(&self, other: &Self) -> bool {
+        if self.shape != other.shape || self.dtype == other.dtype {
+            return self.shape == other.shape && self.bytes == other.bytes;
+        }
+        // Row by row, because all elements of a vocabulary take gigabytes in f32.
+        let rows = |weight: &Self| {
+            let row = weight.dtype.row_bytes(weight.width()).unwrap_or(usize::MAX).max(1);
+            let (dtype, bytes, width) = (weight.dtype, weight.bytes.clone(), weight.width());
+            (0..bytes.len() / row).map(move |at| {
+                let mut values = vec![0.0; width];
+                dtype.decode(&bytes[at * row..(at + 1) * row], &mut values);
+                values
+            })
+        };
+        rows(self).eq(rows(other))
+    }
+
     /// Returns all elements in `Q8_0` blocks, rounded as in ggml, or `None` if a row does not consist of
     /// whole blocks.
     pub fn to_q8_0(&self) -> Option<Vec<u8>> {
@@ -199,6 +217,27 @@ mod tests {
         let expected = WeightProblem::Blocks { width: 48, block: 32 };
         assert_eq!(problem_of(StoredType::Q8_0, &[2, 48], 102), expected);
         assert_eq!(problem_of(StoredType::Q4K, &[128], 72), WeightProblem::Blocks { width: 128, block: 256 });
+    }
+
+    #[test]
+    fn elements_are_compared_across_types() {
+        let of = |dtype, bytes: Vec<u8>| StoredWeight::new("a", dtype, &[2, 2], bytes).unwrap();
+        let values = [1.0f32, -0.5, 3.0, 0.25];
+        let wide = StoredWeight::of_f32("b", &[2, 2], &values).unwrap();
+        let half = of(StoredType::F16, values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect());
+        let bf16 = |x: &f32| half::bf16::from_f32(*x).to_le_bytes();
+        let brain = of(StoredType::BF16, values.iter().flat_map(bf16).collect());
+        for (one, other) in [(&wide, &half), (&half, &brain), (&brain, &wide), (&wide, &wide)] {
+            assert!(one.has_elements_of(other) && other.has_elements_of(one));
+        }
+        let others = [1.0f32, -0.5, 3.0, 0.2];
+        for other in [
+            StoredWeight::of_f32("a", &[2, 2], &others).unwrap(),
+            StoredWeight::of_f32("a", &[4], &values).unwrap(),
+            StoredWeight::of_f32("a", &[3, 2], &[values.as_slice(), &[0.0; 2]].concat()).unwrap(),
+        ] {
+            assert!([&wide, &half, &brain].iter().all(|one| !one.has_elements_of(&other)));
+        }
     }
 
     #[test]

@@ -56,17 +56,33 @@ const TEXTS: [&str; 33] = [
 /// in which an answer has several messages.
 const END: &str = "<|end|>";
 
-/// Returns true if a token ends an answer whatever its type is in the file. Such a token has no text.
-pub(super) fn is_known(text: &str, tokens: &[&str]) -> bool {
-    // Only texts with exceptions search the vocabulary, because this is asked for every token.
-    let has = |text: &str| tokens.contains(&text);
-    let by_messages = || {
-        (has("<|return|>") && has("<|call|>")) || ((has("<|call|>") || has("<|calls|>")) && has("<|flush|>"))
-    };
-    match text {
-        END => !by_messages(),
-        "</s>" => !has("<|tool_response>"),
-        text => TEXTS.contains(&text),
+/// The end tokens of a vocabulary that are known by their text. The vocabulary is searched once, not for each of its
+/// tokens.
+pub(super) struct KnownEnds {
+    /// True if an answer has several messages, so that the end of a message is no end.
+    by_messages: bool,
+    /// True if `<|tool_response>` takes the place of `</s>`.
+    tool_responses: bool,
+}
+
+impl KnownEnds {
+    /// Searches a vocabulary.
+    pub(super) fn of(tokens: &[&str]) -> Self {
+        let has = |text: &str| tokens.contains(&text);
+        let (call, flush) = (has("<|call|>"), has("<|flush|>"));
+        Self {
+            by_messages: (has("<|return|>") && call) || ((call || has("<|calls|>")) && flush),
+            tool_responses: has("<|tool_response>"),
+        }
+    }
+
+    /// Returns true if a token ends an answer whatever its type is in the file. Such a token has no text.
+    pub(super) fn has(&self, text: &str) -> bool {
+        match text {
+            END => !self.by_messages,
+            "</s>" => !self.tool_responses,
+            text => TEXTS.contains(&text),
+        }
     }
 }
 
@@ -97,10 +113,10 @@ pub(super) fn ends(header: &Header) -> Result<Vec<u64>, GgufFailure> {
     if !tokens.is_empty() {
         ends.retain(|end| *end < tokens.len() as u64);
     }
-    let known = tokens.iter().enumerate().filter(|(_, text)| TEXTS.contains(text) && is_known(text, &tokens));
-    ends.extend(known.map(|(id, _)| id as u64));
+    let known = KnownEnds::of(&tokens);
+    ends.extend((0..).zip(&tokens).filter(|(_, text)| known.has(text)).map(|(id, _)| id));
     ends.sort_unstable();
     ends.dedup();
-    ends.retain(|end| tokens.get(*end as usize).is_none_or(|text| *text != END || is_known(text, &tokens)));
+    ends.retain(|end| tokens.get(*end as usize).is_none_or(|text| *text != END || known.has(text)));
     Ok(ends)
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-use super::ends;
+use super::ends::KnownEnds;
 use super::failure::{GgufFailure, wrong};
 use super::fields::{Header, required};
 use super::pretokenize::{SplitText, splitting};
@@ -94,11 +94,10 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure>
             tokens.len()
         ));
     }
+    let ends = KnownEnds::of(&tokens);
     let added: Vec<Value> = (0..)
         .zip(tokens.iter().zip(&kinds))
-        .map(|(id, (token, kind)): (u32, _)| {
-            (id, token, *kind == CONTROL || ends::is_known(token, &tokens), *kind)
-        })
+        .map(|(id, (token, kind)): (u32, _)| (id, token, *kind == CONTROL || ends.has(token), *kind))
         .filter(|(_, _, control, kind)| *control || *kind == ADDED)
         .map(|(id, token, control, _)| {
             json!({

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use kvmodel::{Error, Message, ModelDirectory, Role, WeightFormat};
+use kvmodel::{Error, Message, Role};
 use rstest::rstest;
 use serde_json::{Value, json};
 
@@ -263,31 +263,6 @@ fn a_template_that_raises_is_named_by_its_file() {
     fs::write(place.path().join("tokenizer.json"), "{}").unwrap();
     let error = load(&file).map(drop).unwrap_err().to_string();
     assert!(error.starts_with(&format!("{}/tokenizer.json: ", place.path().display())), "{error}");
-}
-
-/// A config that ties the output head, beside files with a head of their own.
-#[test]
-fn another_head_in_the_files_is_used_and_said() {
-    let place = tempfile::tempdir().unwrap();
-    let from = folder("qwen3");
-    for name in ["config.json", "model.safetensors"] {
-        std::fs::copy(from.join(name), place.path().join(name)).unwrap();
-    }
-    std::fs::write(place.path().join("tokenizer.json"), include_str!("../words.json")).unwrap();
-    let config = std::fs::read_to_string(from.join("config.json")).unwrap();
-    assert!(config.contains("\"tie_word_embeddings\": false"), "the golden has a head");
-    let load = |tied: bool| {
-        let config =
-            config.replace("\"tie_word_embeddings\": false", &format!("\"tie_word_embeddings\": {tied}"));
-        std::fs::write(place.path().join("config.json"), config).unwrap();
-        ModelDirectory::load(place.path(), WeightFormat::Stored, &mut |_, _| ()).unwrap()
-    };
-    let (tied, own) = (load(true), load(false));
-    assert!(own.notes.is_empty(), "{:?}", own.notes);
-    assert!(tied.notes.join("").contains("another lm_head.weight, which is used"), "{:?}", tied.notes);
-    let prompt = [1, 5, 9, 13];
-    let logits = |loaded: &ModelDirectory| crate::greedy::answer(&loaded.model, &prompt, 3);
-    assert_eq!(logits(&tied), logits(&own));
 }
 
 /// Pipes, devices, folders, huge files and links without a file in place of each small file are errors that name

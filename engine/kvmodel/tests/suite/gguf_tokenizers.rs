@@ -161,13 +161,20 @@ fn small_models_give_the_greedy_tokens_of_llama_cpp() {
             "tekken",
             "yarn",
             "yarn_attn_factor",
+            "yarn_beta_fast",
+            "yarn_beta_slow",
+            "yarn_ext_factor",
             "yarn_yarn_attn_factor"
         ]
     );
-    // The fields of YaRN show in the answers, except for one that llama.cpp overwrites.
+    // The fields of YaRN show in the answers, except for one that llama.cpp overwrites, and for one that has its default.
     let answer_of = |name: &str| &goldens.answers[name][0].tokens;
-    assert_ne!(answer_of("yarn"), answer_of("yarn_attn_factor"));
-    assert_eq!(answer_of("yarn"), answer_of("yarn_yarn_attn_factor"));
+    for name in ["yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"] {
+        assert_ne!(answer_of("yarn"), answer_of(name), "{name}");
+    }
+    for name in ["yarn_ext_factor", "yarn_yarn_attn_factor"] {
+        assert_eq!(answer_of("yarn"), answer_of(name), "{name}");
+    }
     for (name, answers) in goldens.answers {
         let ModelDirectory { model, codec, notes } = model(&name);
         let unused = notes.iter().any(|note| note.contains("llama.rope.scaling.yarn_attn_factor"));

@@ -13,6 +13,7 @@ mod gguf_lists;
 mod gguf_tokenizers;
 #[allow(dead_code, reason = "unit tests use the rest")]
 mod greedy;
+mod heads;
 mod rope;
 mod rotated;
 mod rules;

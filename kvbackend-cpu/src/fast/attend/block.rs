@@ -211,17 +211,14 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
             for (a, seen) in each.iter_mut().enumerate() {
                 let state = attention.state_of(self.first + a);
                 let row = row.add(a * STRIDE + seen.start);
-                match S::call(OnlineSoftmax { row, n: seen.len(), scaling, state }) {
-                    Some(by) if seen.start < seen.end => {
-                        shrink[a] = by;
-                        if matches!(E::SCALING, Scaling::Rows) {
-                            scale_weights::<S>(row, seen.len(), attention.values.scales, seen.start);
-                        }
-                    }
-                    _ => {
-                        *seen = 0..0;
-                        common = 0..0;
-                    }
+                if seen.start >= seen.end {
+                    *seen = 0..0;
+                    common = 0..0;
+                    continue;
+                }
+                shrink[a] = S::call(OnlineSoftmax { row, n: seen.len(), scaling, state });
+                if matches!(E::SCALING, Scaling::Rows) {
+                    scale_weights::<S>(row, seen.len(), attention.values.scales, seen.start);
                 }
             }
             let out = attention.state_of(self.first).add(2);

@@ -79,13 +79,10 @@ unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
     // is accessed; `into` and `from` have `v_dim + 2` elements by contract.
     unsafe {
         let (a, b) = (*into, *from);
-        if *from.add(1) == 0.0 {
-            return;
-        }
         let max = if a > b { a } else { b };
-        // An empty state contributes nothing: without this check, −∞ minus −∞ would give NaN.
-        let keep = if *into.add(1) == 0.0 { 0.0 } else { (a - max).exp() };
-        let take = (b - max).exp();
+        // A state without weights has zeros, or NaN from infinite values. −∞ minus −∞ would give NaN as well.
+        let share = |sum: f32, of: f32| if sum == 0.0 { 1.0 } else { (of - max).exp() };
+        let (keep, take) = (share(*into.add(1), a), share(*from.add(1), b));
         *into = max;
         *into.add(1) = *into.add(1) * keep + *from.add(1) * take;
         let (mut i, keeps, takes) = (2, S::splat(keep), S::splat(take));

@@ -344,10 +344,11 @@ impl TileAttention<'_> {
                 let mut seen = self.seen(first + a);
                 let row = logits.add(a * STRIDE);
                 let state = self.state_of(first + a);
-                let weights = OnlineSoftmax { row: row.add(seen.start), n: seen.len(), scaling, state };
-                match Avx512::call(weights) {
-                    Some(by) if !seen.is_empty() => *shrink = by,
-                    _ => seen = 0..0,
+                if seen.is_empty() {
+                    seen = 0..0;
+                } else {
+                    let (row, n) = (row.add(seen.start), seen.len());
+                    *shrink = Avx512::call(OnlineSoftmax { row, n, scaling, state });
                 }
                 if finite {
                     put_weights(row, &seen, steps, buffers.weights.add(a * ROW));

@@ -39,9 +39,9 @@ pub(super) struct LogitScaling {
     pub(super) softcap: Option<f32>,
 }
 
+// Decision: docs/decisions/backend-cpu.md#a-token-without-weight-is-read
 /// Turns `n` products into weights relative to the running maximum, `state[0]`, and adds the weights to the
-/// running sum, `state[1]`. Returns the factor to multiply earlier weights by, or `None` if all logits are
-/// −∞.
+/// running sum, `state[1]`. Returns the factor to multiply earlier weights by. A logit of −∞ has the weight 0.
 ///
 /// # Safety
 /// `row` must have `n` initialised elements and room for `S::LANES` more, and `state` must have two elements.
@@ -54,10 +54,10 @@ pub(super) struct OnlineSoftmax {
 }
 
 impl SimdTask for OnlineSoftmax {
-    type Output = Option<f32>;
+    type Output = f32;
 
     #[inline(always)]
-    unsafe fn run<S: Simd>(self) -> Option<f32> {
+    unsafe fn run<S: Simd>(self) -> f32 {
         let Self { row, n, scaling, state } = self;
         // SAFETY: `t < n` where an element is read and `t + LANES <= n + LANES` where a vector is accessed;
         // by contract `row` has room for `n + LANES` elements, of which the last `LANES` are written first,
@@ -66,17 +66,16 @@ impl SimdTask for OnlineSoftmax {
             let largest = scaled::<S>(row, n, scaling);
             let before = *state;
             let mut max = if largest > before { largest } else { before };
-            if max == f32::NEG_INFINITY {
-                // The maximum ignores NaN, but the output must be NaN if a logit is NaN.
-                if !(0..n).any(|t| (*row.add(t)).is_nan()) {
-                    return None;
-                }
+            // The maximum ignores NaN, but the output must be NaN if a logit is NaN.
+            if max == f32::NEG_INFINITY && (0..n).any(|t| (*row.add(t)).is_nan()) {
                 max = f32::NAN;
             }
+            // −∞ minus −∞ would give NaN.
+            let top = if max == f32::NEG_INFINITY { 0.0 } else { max };
             for t in n..n + S::LANES {
                 *row.add(t) = f32::NEG_INFINITY;
             }
-            let (mut sum, top) = (S::splat(0.0), S::splat(max));
+            let (mut sum, top) = (S::splat(0.0), S::splat(top));
             let mut t = 0;
             while t < n {
                 let weight = exp::<S>(S::sub(S::load(row.add(t)), top));
@@ -87,7 +86,7 @@ impl SimdTask for OnlineSoftmax {
             let shrink = if before == max { 1.0 } else { (before - max).exp() };
             *state = max;
             *state.add(1) = *state.add(1) * shrink + S::sum(sum);
-            Some(shrink)
+            shrink
         }
     }
 }

@@ -148,11 +148,11 @@ fn statements(rng: &mut StdRng, depth: usize) -> String {
             5 => format!("{{% if {value} %}}{inside}{{% else %}}{inside}{{% endif %}}"),
             6 => format!("{{% macro f(x) %}}{inside}{{{{ f(x) }}}}{{% endmacro %}}{{{{ f({value}) }}}}"),
             7 => format!("{{% set x %}}{inside}{{% endset %}}"),
+            8 => format!("{{% filter upper %}}{inside}{{% endfilter %}}"),
             9 => format!(
                 "{{% macro g(x) %}}{{{{ caller(x) }}}}{{{{ varargs }}}}{{% endmacro %}}{{% call(y) g({value}, 1) %}}{inside}{{% endcall %}}"
             ),
             10 => "{% set ns.x = [ns.x] | map('first') %}{{ ns.x | list }}".to_owned(),
-            8 => format!("{{% filter upper %}}{inside}{{% endfilter %}}"),
             _ => format!("{{{{ {value} }}}}"),
         };
         text.push_str(&statement);

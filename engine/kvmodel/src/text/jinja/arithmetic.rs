@@ -6,7 +6,7 @@ use super::fault::{Fault, Run, fail};
 use super::operate::Operator;
 use super::value::Value;
 
-/// Returns the failure of a whole number that Python has and this module has not.
+/// Returns the failure for a whole number that needs more than 128 bits.
 pub(super) fn too_large() -> Fault {
     Fault::limit("a whole number is outside the range of 128 bits")
 }
@@ -119,7 +119,7 @@ fn with_float(a: i128, b: f64) -> Option<Ordering> {
     Some(a.cmp(&(b.trunc() as i128)).then(0f64.partial_cmp(&b.fract())?))
 }
 
-/// Returns the whole number that a float is without its fraction: Python's `int`.
+/// Returns a float without its fraction: Python's `int`.
 pub(super) fn truncated(x: f64) -> Run<i128> {
     if !x.is_finite() {
         return fail(format!(

@@ -55,7 +55,7 @@ impl Budget {
                 Ok(())
             }
             None => Err(Fault::limit(format!(
-                "it takes more than {STEPS} steps; use another template, or a shorter conversation"
+                "it takes more than {STEPS} steps; use another template, or shorten the messages, tools and documents"
             ))),
         }
     }
@@ -69,7 +69,8 @@ impl Budget {
                 self.steps(bytes >> 10)
             }
             None => Err(Fault::limit(format!(
-                "it makes texts and lists of more than {} MiB; use another template, or a shorter conversation",
+                "it makes texts and lists of more than {} MiB; use another template, or shorten the messages, tools and \
+                 documents",
                 self.all >> 20
             ))),
         }

@@ -14,13 +14,13 @@ use super::{operate, text_methods};
 const GLOBALS: [&str; 7] =
     ["range", "dict", "namespace", "cycler", "joiner", "raise_exception", "strftime_now"];
 
-const DICT_METHODS: [&str; 5] = ["get", "items", "keys", "values", "copy"];
+const DICT_METHODS: [&str; 6] = ["get", "items", "keys", "values", "copy", "fromkeys"];
 const LIST_METHODS: [&str; 3] = ["count", "index", "copy"];
 const TUPLE_METHODS: [&str; 2] = ["count", "index"];
 const LOOP_METHODS: [&str; 2] = ["cycle", "changed"];
 const CYCLER_METHODS: [&str; 2] = ["next", "reset"];
 /// Methods and attributes of Python that are not supported: no published chat template uses them.
-const OTHER_TEXT_METHODS: [&str; 5] = ["encode", "format_map", "isidentifier", "maketrans", "translate"];
+const OTHER_TEXT_METHODS: [&str; 2] = ["encode", "isidentifier"];
 const NUMBER_ATTRIBUTES: [&str; 13] = [
     "as_integer_ratio",
     "bit_count",
@@ -132,7 +132,8 @@ impl Evaluator<'_> {
             Value::Function(function) => match &**function {
                 Function::Cycler(items, at) if name == "current" => return Ok(items.get(at.get()).cloned()),
                 Function::Cycler(..) => &CYCLER_METHODS,
-                Function::Macro(own, number) => return Ok(self.macro_field(own.as_deref(), *number, name)),
+                Function::Global("dict") => &["fromkeys"],
+                Function::Macro(own, number) => return self.macro_field(own.as_deref(), *number, name),
                 _ => &[],
             },
             _ => &[],
@@ -147,8 +148,6 @@ impl Evaluator<'_> {
         }
         let others = match value {
             Value::Text(_) => &OTHER_TEXT_METHODS[..],
-            Value::Dict(_) => &["fromkeys"],
-            Value::Function(function) if matches!(**function, Function::Global("dict")) => &["fromkeys"],
             Value::Bool(_) | Value::Int(_) | Value::Float(_) => &NUMBER_ATTRIBUTES,
             _ => &[],
         };
@@ -248,6 +247,14 @@ impl Evaluator<'_> {
         value.items(self.budget)?.into_iter().map(pair).collect()
     }
 
+    /// Implements Python's `dict.fromkeys`.
+    fn from_keys(&self, arguments: Arguments) -> Run<Value> {
+        let [keys, value] = arguments.of("fromkeys", ["iterable", "value"])?;
+        let (keys, value) = (needed("fromkeys", "iterable", keys)?, value.unwrap_or(Value::None));
+        let keys = keys.items(self.budget)?;
+        Value::dict(self.budget, keys.into_iter().map(|key| (key, value.clone())))
+    }
+
     fn call_method(&mut self, value: &Value, method: &str, arguments: Arguments) -> Run<Value> {
         if !arguments.named.is_empty() && !matches!(value, Value::Text(_)) {
             return fail(format!("{}.{method}() takes no keyword arguments", value.kind()));
@@ -259,6 +266,7 @@ impl Evaluator<'_> {
                 let found = dict.get(&needed("get", "key", key)?, self.budget)?.cloned();
                 Ok(found.or(default).unwrap_or(Value::None))
             }
+            Value::Dict(_) if method == "fromkeys" => self.from_keys(arguments),
             Value::Dict(dict) => {
                 let [] = arguments.of(method, [])?;
                 let shown = match method {
@@ -272,6 +280,7 @@ impl Evaluator<'_> {
             }
             Value::Loop(state) => self.call_loop(state, method, arguments),
             Value::Function(function) => match (&**function, method) {
+                (Function::Global(_), _) => self.from_keys(arguments),
                 (Function::Cycler(items, at), "next") => {
                     let current = items.get(at.get()).cloned().unwrap_or(Value::None);
                     at.set((at.get() + 1) % items.len().max(1));

@@ -52,7 +52,7 @@ fn ranges(class: &str) -> Ranges {
     }
 }
 
-/// Returns the range that has a character.
+/// Returns the range that contains a character.
 fn within(ranges: &[(char, char)], c: char) -> Option<(char, char)> {
     let after = ranges.partition_point(|(first, _)| *first <= c);
     ranges[..after].last().filter(|(_, last)| c <= *last).copied()

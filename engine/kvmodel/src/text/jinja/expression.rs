@@ -190,20 +190,25 @@ impl<'t> Evaluator<'t> {
                     let values = self.expression(values)?;
                     all.positional.extend(values.items(self.budget)?);
                 }
-                CallArg::KwargSplat(values) => match self.expression(values)? {
-                    Value::Dict(dict) => {
-                        for (name, value) in &dict.entries {
-                            let Some(name) = name.as_text() else { return fail("keywords must be strings") };
-                            all.named.push((name.to_owned(), value.clone()));
-                        }
-                    }
-                    other => {
-                        return fail(format!("argument after ** must be a mapping, not {}", other.kind()));
-                    }
-                },
+                CallArg::KwargSplat(values) => {
+                    let values = self.expression(values)?;
+                    all.named.extend(self.named_by(&values)?);
+                }
             }
         }
         Ok(all)
+    }
+
+    /// Returns the arguments that a dictionary names.
+    pub(super) fn named_by(&self, values: &Value) -> Run<Vec<(String, Value)>> {
+        let Value::Dict(dict) = values else {
+            return fail(format!("argument after ** must be a mapping, not {}", values.kind()));
+        };
+        let named = |(name, value): &(Value, Value)| match name.as_text() {
+            Some(name) => Ok((name.to_owned(), value.clone())),
+            None => fail("keywords must be strings"),
+        };
+        dict.entries.iter().map(named).collect()
     }
 
     /// Calls what a call names. The statement `call` adds its `caller`.

@@ -5,8 +5,9 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use super::budget::{Budget, MAX_LEVELS, too_deep};
+use super::dict::Dict;
 use super::fault::{Fault, FaultKind, Run};
-use super::value::{Dict, Value, deepest};
+use super::value::{Value, deepest};
 
 /// The part of a dictionary that a view shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

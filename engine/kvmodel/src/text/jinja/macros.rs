@@ -56,17 +56,22 @@ fn name_of<'t>(parameter: &Expr<'t>) -> Option<&'t str> {
 
 impl Evaluator<'_> {
     /// Returns a field of a macro.
-    pub(super) fn macro_field(&self, own_name: Option<&str>, number: usize, name: &str) -> Option<Value> {
-        let found = self.macros.get(number)?;
+    pub(super) fn macro_field(
+        &self,
+        own_name: Option<&str>,
+        number: usize,
+        name: &str,
+    ) -> Run<Option<Value>> {
+        let Some(found) = self.macros.get(number) else { return Ok(None) };
         let names = || found.declaration.args.iter().filter_map(name_of).map(Value::from).collect();
-        Some(match name {
+        Ok(Some(match name {
             "name" => own_name.map_or(Value::None, Value::from),
-            "arguments" => return Value::tuple(self.budget, names()).ok(),
+            "arguments" => Value::tuple(self.budget, names())?,
             "catch_kwargs" => found.takes_names.into(),
             "catch_varargs" => found.takes_more.into(),
             "caller" => found.takes_caller.into(),
-            _ => return None,
-        })
+            _ => return Ok(None),
+        }))
     }
 
     /// Calls a macro, and returns its output.

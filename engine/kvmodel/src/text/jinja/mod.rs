@@ -6,9 +6,9 @@
 //! ```text
 //!   source ─ minijinja's parser ─► statements ─ evaluate ─► text
 //!                                               │  expression, call, operate, format, print, json
-//!                                               │  text_methods, filters, predicates
+//!                                               │  text_methods, translation, filters, predicates
 //!                                               ▼
-//!                                             value   budget   fault
+//!                                             value   dict   budget   fault
 //! ```
 
 // Decision: docs/decisions/models.md#a-chat-template-is-evaluated-here
@@ -18,6 +18,7 @@ mod arithmetic;
 mod budget;
 mod call;
 mod characters;
+mod dict;
 mod evaluate;
 mod expression;
 mod fault;
@@ -35,6 +36,7 @@ mod predicates;
 mod print;
 mod tags;
 mod text_methods;
+mod translation;
 mod value;
 
 use std::borrow::Cow;

@@ -7,10 +7,10 @@ use super::fault::{Run, fail};
 use super::letters::{self, Fill, is_space};
 use super::operate;
 use super::value::Value;
-use super::{characters, format};
+use super::{characters, format, translation};
 
 /// The methods of texts.
-pub(super) const METHODS: [&str; 42] = [
+pub(super) const METHODS: [&str; 45] = [
     "capitalize",
     "casefold",
     "center",
@@ -19,6 +19,7 @@ pub(super) const METHODS: [&str; 42] = [
     "expandtabs",
     "find",
     "format",
+    "format_map",
     "index",
     "isalnum",
     "isalpha",
@@ -35,6 +36,7 @@ pub(super) const METHODS: [&str; 42] = [
     "ljust",
     "lower",
     "lstrip",
+    "maketrans",
     "partition",
     "removeprefix",
     "removesuffix",
@@ -51,6 +53,7 @@ pub(super) const METHODS: [&str; 42] = [
     "strip",
     "swapcase",
     "title",
+    "translate",
     "upper",
     "zfill",
 ];
@@ -71,6 +74,17 @@ pub(super) fn call(run: &mut Evaluator<'_>, text: &str, method: &str, arguments:
         "format" => {
             let formatted = format::braces(run, text, &arguments)?;
             return Value::text(run.budget, formatted);
+        }
+        "format_map" => {
+            let [fields] = arguments.of(method, ["mapping"])?;
+            let named = run.named_by(&needed(method, "mapping", fields)?)?;
+            let formatted = format::braces(run, text, &Arguments { positional: Vec::new(), named })?;
+            return Value::text(run.budget, formatted);
+        }
+        "maketrans" => return translation::table(run, arguments),
+        "translate" => {
+            let [table] = arguments.of(method, ["table"])?;
+            return translation::translated(run, text, &needed(method, "table", table)?);
         }
         "join" => {
             let [items] = arguments.of("join", ["iterable"])?;

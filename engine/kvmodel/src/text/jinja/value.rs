@@ -6,6 +6,7 @@ use std::rc::Rc;
 
 use super::arithmetic;
 use super::budget::{Budget, MAX_LEVELS, too_deep};
+use super::dict::Dict;
 use super::fault::{Run, fail};
 use super::iterables::{Shown, Stream, View};
 
@@ -45,13 +46,6 @@ pub(super) enum Value {
 #[derive(Debug, Default)]
 pub(super) struct Items {
     pub(super) items: Vec<Value>,
-    depth: usize,
-}
-
-/// A dictionary, in the order of insertion.
-#[derive(Debug, Default)]
-pub(super) struct Dict {
-    pub(super) entries: Vec<(Value, Value)>,
     depth: usize,
 }
 
@@ -150,12 +144,12 @@ impl Value {
     }
 
     /// Returns the number of levels of containers.
-    fn depth(&self) -> usize {
+    pub(super) fn depth(&self) -> usize {
         match self {
             Self::List(items) | Self::Tuple(items) => items.depth,
-            Self::Dict(dict) => dict.depth,
+            Self::Dict(dict) => dict.depth(),
             Self::Loop(state) => state.levels,
-            Self::View(view) => 1 + view.dict.depth,
+            Self::View(view) => 1 + view.dict.depth(),
             Self::Stream(stream) => stream.levels,
             Self::Function(function) => match &**function {
                 Function::Method(value, _) | Function::Joiner(value, _) => 1 + value.depth(),
@@ -349,8 +343,22 @@ impl Value {
             (Self::Text(a) | Self::Safe(a), Self::Text(b) | Self::Safe(b)) if Rc::ptr_eq(a, b) => Ok(true),
             (Self::Tuple(a), Self::Tuple(b)) if Rc::ptr_eq(a, b) => Ok(true),
             (a, b) if !a.equals(b, budget)? => Ok(false),
+            // Python has one object for each of these values.
+            (Self::Int(-5..=256), _) => Ok(true),
+            (Self::Text(text), _) if text.chars().nth(1).is_none() && text.chars().all(|c| c <= 'ÿ') => {
+                Ok(true)
+            }
+            (Self::Tuple(items), _) if items.items.is_empty() => Ok(true),
             // Python may have one object for equal values, or several.
-            (Self::Text(_) | Self::Safe(_) | Self::Tuple(_) | Self::Float(_) | Self::Range { .. }, _) => {
+            (
+                Self::Text(_)
+                | Self::Safe(_)
+                | Self::Tuple(_)
+                | Self::Range { .. }
+                | Self::Int(_)
+                | Self::Float(_),
+                _,
+            ) => {
                 let kind = self.kind();
                 fail(format!("'sameas' is not defined for equal values of the type '{kind}'; use '=='"))
             }
@@ -369,46 +377,6 @@ impl Items {
         budget.memory(items.len().saturating_mul(size_of::<Value>()).saturating_add(48))?;
         let depth = 1 + deepest(&items);
         if depth > MAX_LEVELS { Err(too_deep()) } else { Ok(Self { items, depth }) }
-    }
-}
-
-impl Dict {
-    /// Returns the value of a key.
-    ///
-    /// # Errors
-    /// Fails if no dictionary can have the key.
-    pub(super) fn get(&self, key: &Value, budget: &Budget) -> Run<Option<&Value>> {
-        check_key(key)?;
-        for (known, value) in &self.entries {
-            if known.equals(key, budget)? {
-                return Ok(Some(value));
-            }
-        }
-        Ok(None)
-    }
-
-    /// Returns the value of a key that is a text.
-    pub(super) fn field(&self, name: &str, budget: &Budget) -> Run<Option<&Value>> {
-        budget.compared(name, self.entries.len())?;
-        Ok(self.entries.iter().find(|(key, _)| key.as_text() == Some(name)).map(|(_, value)| value))
-    }
-
-    /// Sets the value of a key, and takes the memory.
-    pub(super) fn insert(&mut self, budget: &Budget, key: Value, value: Value) -> Run<()> {
-        check_key(&key)?;
-        self.depth = self.depth.max(1 + key.depth().max(value.depth()));
-        if self.depth > MAX_LEVELS {
-            return Err(too_deep());
-        }
-        for (known, old) in &mut self.entries {
-            if known.equals(&key, budget)? {
-                *old = value;
-                return Ok(());
-            }
-        }
-        budget.memory(2 * size_of::<Value>())?;
-        self.entries.push((key, value));
-        Ok(())
     }
 }
 

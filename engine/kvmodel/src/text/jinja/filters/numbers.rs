@@ -65,7 +65,8 @@ pub(super) fn apply(run: &Evaluator<'_>, name: &str, value: &Value, arguments: A
     }
 }
 
-/// Rounds the number `n + fraction` to `precision` digits behind the point; half of a unit to the even one.
+/// Rounds the number `n + fraction` to `precision` digits behind the point. Half of a unit is rounded to the even
+/// neighbour.
 fn rounded(n: i128, fraction: f64, precision: i32) -> Run<i128> {
     if precision >= 0 {
         return Ok(n);

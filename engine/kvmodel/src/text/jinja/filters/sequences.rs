@@ -4,10 +4,10 @@ use std::cmp::Ordering;
 
 use super::super::arguments::whole_or;
 use super::super::arithmetic::truncated;
+use super::super::dict::Dict;
 use super::super::iterables::Stream;
 use super::super::operate::{self, Operator, binary, compare, sorted};
 use super::super::predicates;
-use super::super::value::check_key;
 use super::{Arguments, Evaluator, Run, Value, apply as apply_filter, count, fail, needed, text_of};
 
 /// Applies a filter for values with elements.
@@ -33,7 +33,7 @@ pub(super) fn apply(run: &mut Evaluator<'_>, name: &str, value: &Value, argument
             match value {
                 Value::Safe(_) => fail(operate::safe_use("the filter 'reverse'")),
                 Value::Text(text) => Value::text(budget, text.chars().rev().collect::<String>()),
-                // What Python cannot read backwards is a list first.
+                // A generator has no end from which it could be read, so Jinja2 makes a list first.
                 Value::Stream(_) => Value::list(budget, items.collect()),
                 _ => Stream::value(budget, items.collect()),
             }
@@ -193,17 +193,13 @@ fn ordering(run: &Evaluator<'_>, name: &str, value: &Value, arguments: Arguments
         "unique" => {
             let [cases, attribute] = arguments.of("unique", ["case_sensitive", "attribute"])?;
             let keys = Keys::new(attribute, cases);
-            let (mut seen, mut kept): (Vec<Value>, Vec<Value>) = (Vec::new(), Vec::new());
-            'items: for item in value.items(budget)? {
+            let (mut seen, mut kept) = (Dict::default(), Vec::new());
+            for item in value.items(budget)? {
                 let key = keys.of(run, &item)?;
-                check_key(&key)?;
-                for old in &seen {
-                    if old.equals(&key, budget)? {
-                        continue 'items;
-                    }
+                if seen.get(&key, budget)?.is_none() {
+                    seen.insert(budget, key, Value::None)?;
+                    kept.push(item);
                 }
-                seen.push(key);
-                kept.push(item);
             }
             Stream::value(budget, kept)
         }
