@@ -212,15 +212,16 @@ def test_documents_outlive_the_program_on_a_disk(tmp_path: pathlib.Path) -> None
 
 
 def test_a_prompt_goes_to_a_file_and_back(tmp_path: pathlib.Path) -> None:
-    config = kvcache.ChunkCacheConfig(separator="##")
+    config = kvcache.ChunkCacheConfig(chunk_separator="##", memory_share=0.5)
     first, second = (kvcache.LLM(MODEL, chunk_cache_config=config) for _ in range(2))
-    prompt, file = f"you answer questions ## alba is red . ## bora is blue . ## bora ?", tmp_path / "prompt.kv"
-    [computed] = first.generate(prompt)
-    saved = first.save_prompt(prompt, file)
+    file = tmp_path / "prompt.kv"
+    (computed,) = first.generate(PROMPT)
+    saved = first.save_prompt(PROMPT, file)
     assert saved["tokens"] > 0 and saved["bytes"] == file.stat().st_size
     assert second.restore_prompt(file) == {"tokens": saved["tokens"], "no_room": 0, "differs": 0}
-    [found] = second.generate(prompt)
-    assert found.outputs == computed.outputs and found.missed == [None, None] and computed.missed == ["new", "new"]
+    (found,) = second.generate(PROMPT)
+    assert found.token_ids == computed.token_ids
+    assert found.missed == [None, None] and computed.missed == ["new", "new"]
     other = kvcache.LLM(MODEL, chunk_cache_config=config, dtype_name="bfloat16")
     with pytest.raises(kvcache.KvCacheError, match="another model, tokenizer or format"):
         other.restore_prompt(file)
@@ -228,7 +229,7 @@ def test_a_prompt_goes_to_a_file_and_back(tmp_path: pathlib.Path) -> None:
     with pytest.raises(kvcache.KvCacheError, match="contains no records"):
         second.restore_prompt(file)
     with pytest.raises(kvcache.KvCacheError, match="cannot create"):
-        first.save_prompt(prompt, tmp_path / "none" / "prompt.kv")
+        first.save_prompt(PROMPT, tmp_path / "none" / "prompt.kv")
 
 
 def test_a_folder_that_cannot_be_a_disk_is_named(tmp_path: pathlib.Path) -> None:
