@@ -104,7 +104,7 @@ pub use assembly::{
 };
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,
-    PieceHold, Tenant, TenantId, TenantKeys, WeakChunkCache,
+    PieceHeat, PieceHold, Tenant, TenantId, TenantKeys, WeakChunkCache,
 };
 pub use config::{
     ChunkCacheConfig, ComputeMode, Exactness, HashAlgorithm, PositionStrategy, Reuse, ReuseCell,

@@ -181,6 +181,19 @@ pub struct ChunkInfo {
     pub exact: bool,
 }
 
+/// How hot a stored piece is, without the rest of [`ChunkInfo`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct PieceHeat {
+    /// The piece's hash, with its token and block counts.
+    pub chunk_hash: ChunkHash,
+    /// The heat; see [`ChunkInfo::heat`].
+    pub heat: f64,
+    /// True if the piece is in a lower memory tier.
+    pub asleep: bool,
+    /// True if nobody holds the piece or moves it.
+    pub idle: bool,
+}
+
 impl ChunkCacheManager {
     /// Creates an empty cache over `pool`, without a sleep store and with the system clock.
     ///
@@ -341,6 +354,22 @@ impl ChunkCacheManager {
             asleep: !matches!(entry.memory, PieceMemory::Awake(_)),
             exact: entry.exact,
         })
+    }
+
+    /// Returns how hot the stored pieces are, coldest first.
+    pub fn heats(&self) -> Vec<PieceHeat> {
+        let now = self.0.clock.millis();
+        let state = self.0.lock();
+        let heat = |entry: &StoredPiece| PieceHeat {
+            chunk_hash: entry.hash,
+            heat: entry.heat.now(now),
+            asleep: matches!(entry.memory, PieceMemory::Asleep(_)),
+            idle: entry.holders == 0 && !matches!(entry.memory, PieceMemory::Moving(_)),
+        };
+        let mut heats: Vec<PieceHeat> = state.index.iter().map(heat).collect();
+        drop(state);
+        heats.sort_by(|a, b| a.heat.total_cmp(&b.heat));
+        heats
     }
 
     /// Returns the counts since the cache was created, and the current gauges.

@@ -1,6 +1,6 @@
 //! The pieces of a chunk cache that should move between tiers.
 
-use kvchunk::{ChunkCacheManager, ChunkHash, ChunkInfo, SleepUsage};
+use kvchunk::{ChunkCacheManager, ChunkHash, PieceHeat, SleepUsage};
 
 use super::{Tier, TierThresholds};
 use crate::Result;
@@ -45,11 +45,10 @@ impl TierMoves {
     ) -> Result<Self> {
         let blocks = cache.pool().blocks().counts();
         let (mut used, total) = (blocks.total - blocks.free, blocks.total);
-        let mut pieces = cache.chunks();
-        pieces.sort_by(|a, b| a.heat.total_cmp(&b.heat).then(b.idle_ms.cmp(&a.idle_ms)));
-        let (asleep, awake): (Vec<ChunkInfo>, Vec<_>) = pieces.into_iter().partition(|piece| piece.asleep);
+        let idle = cache.heats().into_iter().filter(|piece| piece.idle);
+        let (asleep, awake): (Vec<PieceHeat>, Vec<_>) = idle.partition(|piece| piece.asleep);
         let mut sleep = Vec::new();
-        for piece in awake.iter().filter(|piece| piece.ref_count == 0).take(most) {
+        for piece in awake.iter().take(most) {
             if thresholds.blocks_to_offload(Tier::Device, used, total)? == 0 {
                 break;
             }
@@ -94,7 +93,7 @@ impl TierMoves {
 /// `sleep` can arrive.
 fn leaving(
     thresholds: &TierThresholds,
-    asleep: &[ChunkInfo],
+    asleep: &[PieceHeat],
     sleep: &[ChunkHash],
     host: SleepUsage,
 ) -> Result<Vec<ChunkHash>> {

@@ -9,7 +9,8 @@ use kvmanager::{Tier, TierMoves, TierThresholds};
 /// The largest number of pieces that move after a step, so that a step never waits for many copies.
 const MOST_MOVES: usize = 4;
 
-/// The time until pieces are looked through again if none had to move, in milliseconds.
+/// The time until pieces are looked through again if none had to move, in milliseconds. Looking through ten thousand
+/// pieces takes about a millisecond.
 const PAUSE: u64 = 50;
 
 /// The host memory below the chunk cache.
@@ -17,9 +18,9 @@ const PAUSE: u64 = 50;
 pub(super) struct ChunkTiers {
     store: Arc<ArenaSleep>,
     thresholds: TierThresholds,
-    /// The time before which nothing moves, unless another number of blocks is used.
+    /// The time before which pieces are looked through only if the device is too full in another way than before.
     next: u64,
-    /// The number of blocks that were used when nothing had to move.
+    /// The number of blocks that were in use when nothing could move.
     quiet: usize,
 }
 
@@ -37,11 +38,10 @@ impl ChunkTiers {
     pub(super) fn tend(&mut self, chunks: &ChunkCacheManager, now: u64) {
         let (blocks, host) = (chunks.pool().blocks().counts(), self.usage());
         let used = blocks.total - blocks.free;
-        if (now < self.next && used == self.quiet) || !chunks.is_pool_awake() {
-            return;
-        }
         let crowded = self.thresholds.blocks_to_offload(Tier::Device, used, blocks.total) != Ok(0);
-        if !crowded && host.pieces == 0 {
+        let due = now >= self.next;
+        let look = if crowded { due || used != self.quiet } else { due && host.pieces > 0 };
+        if !look || !chunks.is_pool_awake() {
             return;
         }
         match TierMoves::plan(&self.thresholds, chunks, host, MOST_MOVES) {
