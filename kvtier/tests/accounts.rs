@@ -83,7 +83,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40))]
+    #![proptest_config(ProptestConfig::with_cases(150))]
 
     #[test]
     fn accounts_add_up_and_limits_hold_at_every_instant(steps in steps(), policy in 0..4usize) {
