@@ -19,7 +19,10 @@ const CRATES: [(&str, &str); 5] = [
          backend < hccl",
     ),
     ("kvbackend-wgpu/src", "options < pipeline < device < memory adapter < queue < kernels < stream"),
-    ("engine/kvengine/src", "config error < runner < request tuned < sampling < prompt < serve < engine"),
+    (
+        "engine/kvengine/src",
+        "config error result_file < runner < request tuned < sampling < prompt < serve < engine",
+    ),
 ];
 
 // Decision: docs/decisions/crates.md#kvcore-has-a-size-limit

@@ -35,6 +35,18 @@ impl Arguments {
     }
 }
 
+/// Returns the arguments that a dictionary names.
+pub(super) fn named_by(values: &Value) -> Run<Vec<(String, Value)>> {
+    let Value::Dict(dict) = values else {
+        return fail(format!("argument after ** must be a mapping, not {}", values.kind()));
+    };
+    let named = |(name, value): &(Value, Value)| match name.as_text() {
+        Some(name) => Ok((name.to_owned(), value.clone())),
+        None => fail("keywords must be strings"),
+    };
+    dict.entries.iter().map(named).collect()
+}
+
 /// Returns an argument that must be given.
 pub(super) fn needed(what: &str, name: &str, value: Option<Value>) -> Run<Value> {
     value.map_or_else(|| fail(format!("{what} lacks the argument '{name}'")), Ok)

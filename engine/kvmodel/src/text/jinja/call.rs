@@ -248,7 +248,7 @@ impl Evaluator<'_> {
     }
 
     /// Implements Python's `dict.fromkeys`.
-    fn from_keys(&self, arguments: Arguments) -> Run<Value> {
+    fn dict_of_keys(&self, arguments: Arguments) -> Run<Value> {
         let [keys, value] = arguments.of("fromkeys", ["iterable", "value"])?;
         let (keys, value) = (needed("fromkeys", "iterable", keys)?, value.unwrap_or(Value::None));
         let keys = keys.items(self.budget)?;
@@ -266,7 +266,7 @@ impl Evaluator<'_> {
                 let found = dict.get(&needed("get", "key", key)?, self.budget)?.cloned();
                 Ok(found.or(default).unwrap_or(Value::None))
             }
-            Value::Dict(_) if method == "fromkeys" => self.from_keys(arguments),
+            Value::Dict(_) if method == "fromkeys" => self.dict_of_keys(arguments),
             Value::Dict(dict) => {
                 let [] = arguments.of(method, [])?;
                 let shown = match method {
@@ -280,7 +280,7 @@ impl Evaluator<'_> {
             }
             Value::Loop(state) => self.call_loop(state, method, arguments),
             Value::Function(function) => match (&**function, method) {
-                (Function::Global(_), _) => self.from_keys(arguments),
+                (Function::Global(_), _) => self.dict_of_keys(arguments),
                 (Function::Cycler(items, at), "next") => {
                     let current = items.get(at.get()).cloned().unwrap_or(Value::None);
                     at.set((at.get() + 1) % items.len().max(1));

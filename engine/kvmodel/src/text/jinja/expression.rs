@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use minijinja::machinery::ast::{self, BinOpKind, CallArg, CompareOpKind, Expr, UnaryOpKind};
 use minijinja::value::ValueKind;
 
-use super::arguments::Arguments;
+use super::arguments::{Arguments, named_by};
 use super::evaluate::Evaluator;
 use super::fault::{Run, fail};
 use super::operate::{self, Operator, binary, compare, contains, defined};
@@ -192,23 +192,11 @@ impl<'t> Evaluator<'t> {
                 }
                 CallArg::KwargSplat(values) => {
                     let values = self.expression(values)?;
-                    all.named.extend(self.named_by(&values)?);
+                    all.named.extend(named_by(&values)?);
                 }
             }
         }
         Ok(all)
-    }
-
-    /// Returns the arguments that a dictionary names.
-    pub(super) fn named_by(&self, values: &Value) -> Run<Vec<(String, Value)>> {
-        let Value::Dict(dict) = values else {
-            return fail(format!("argument after ** must be a mapping, not {}", values.kind()));
-        };
-        let named = |(name, value): &(Value, Value)| match name.as_text() {
-            Some(name) => Ok((name.to_owned(), value.clone())),
-            None => fail("keywords must be strings"),
-        };
-        dict.entries.iter().map(named).collect()
     }
 
     /// Calls what a call names. The statement `call` adds its `caller`.

@@ -1,6 +1,6 @@
 //! The methods of Python's `str`.
 
-use super::arguments::{Arguments, count, int_or, needed, text_of, whole_or};
+use super::arguments::{Arguments, count, int_or, named_by, needed, text_of, whole_or};
 use super::budget::Budget;
 use super::evaluate::Evaluator;
 use super::fault::{Run, fail};
@@ -77,7 +77,7 @@ pub(super) fn call(run: &mut Evaluator<'_>, text: &str, method: &str, arguments:
         }
         "format_map" => {
             let [fields] = arguments.of(method, ["mapping"])?;
-            let named = run.named_by(&needed(method, "mapping", fields)?)?;
+            let named = named_by(&needed(method, "mapping", fields)?)?;
             let formatted = format::braces(run, text, &Arguments { positional: Vec::new(), named })?;
             return Value::text(run.budget, formatted);
         }
