@@ -4,12 +4,14 @@
 
 Rows are vLLM without a connector, vLLM's own file tier and `SlabTier` (both below vLLM's host memory, which
 `CpuTieringSpec` copies on a CPU), the connector's disk for ordinary prompts and for chunks, and LMCache's server with its
-backend `raw_block`, if it is installed (docs/vllm-disk.md says how). A process stores a prompt of documents. After
+backend `raw_block`, if it is installed. A process stores a prompt of documents. After
 each restart, with vLLM's memory and the page cache cold, another process asks for the documents again, with a new question:
 first in the same order, then in another one. For chunks, both orders are other ones. Answers of eight tokens must equal those
 of a full prefill, and for chunks those before the restart. The best of all restarts counts, which is one by default.
 
-`stored` is the time from the first token until the last byte is written. LMCache's server is restarted as well.
+`stored` is the time from the first token until the last byte is written. LMCache's server is restarted as well. LMCache 0.5.6
+runs without CUDA after `pip install --no-deps lmcache==0.5.6 lmcache-rust-raw-block-io==0.5.7rc2 aiofile caio aiofiles awscrt
+nvtx redis sortedcontainers opentelemetry-exporter-prometheus==0.60b1 grpcio-observability==1.78.0` in vLLM's environment.
 """
 
 from __future__ import annotations
