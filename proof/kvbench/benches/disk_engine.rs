@@ -72,7 +72,7 @@ impl Engine {
 
     /// Returns the tokens of a turn's prompt, and the keys of its blocks.
     fn prompt(&self, turn: u32) -> (Vec<u32>, Vec<BlockKey>) {
-        let tokens: Vec<u32> = (0..(self.blocks * BLOCK) as u32).map(|token| token ^ turn << 24).collect();
+        let tokens: Vec<u32> = (0..(self.blocks * BLOCK) as u32).map(|token| token ^ (turn << 24)).collect();
         let keys = self.root.chain(&tokens, BLOCK);
         (tokens, keys)
     }
