@@ -31,7 +31,7 @@ pub enum Error {
         path: PathBuf,
     },
     /// The path is no regular file.
-    #[error("{path} is not a regular file; name a file that was saved")]
+    #[error("{path} is not a regular file; remove it, or name another file")]
     NotAFile {
         /// The path.
         path: PathBuf,

@@ -296,6 +296,16 @@ fn bad_folders_and_limits_are_named() {
 }
 
 #[test]
+#[cfg(unix)]
+fn a_pipe_in_place_of_the_lock_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let lock = folder.path().join("lock");
+    assert!(std::process::Command::new("mkfifo").arg(&lock).status().unwrap().success());
+    let refused = Slab::open(folder.path(), scope(), config());
+    assert!(matches!(refused, Err(Error::NotAFile { path }) if path == lock));
+}
+
+#[test]
 fn what_does_not_fit_is_dropped_and_counted() {
     let folder = tempfile::tempdir().unwrap();
     let slab = open(folder.path());

@@ -283,6 +283,10 @@ impl Shared {
 /// Locks the folder for this process, by a file of its own.
 fn lock(folder: &Path) -> Result<fs::File> {
     let path = folder.join("lock");
+    // Opening a pipe would wait for its reader.
+    if fs::metadata(&path).is_ok_and(|data| !data.is_file()) {
+        return Err(Error::NotAFile { path });
+    }
     let file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(&path);
     let file = file.map_err(Error::at("cannot open", &path))?;
     match file.try_lock() {

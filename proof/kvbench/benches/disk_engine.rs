@@ -83,7 +83,9 @@ impl Engine {
         self.pool.blocks().clear_cached();
         let blocks = self.pool.blocks().allocate(self.blocks).expect("room");
         let start = Instant::now();
-        self.link.save_prefix(AccountId::default(), &tokens, &keys, blocks.ids()).expect("the blocks are read");
+        self.link
+            .save_prefix(AccountId::default(), &tokens, &keys, blocks.ids())
+            .expect("the blocks are read");
         assert!(self.link.slab.flush(PATIENCE), "the records were not written in time");
         let seconds = start.elapsed().as_secs_f64();
         assert!(keys.iter().all(|key| self.link.slab.contains(key)), "a record was dropped");
