@@ -147,7 +147,7 @@ impl Slab {
     /// of it, its records are given up, and the file is created anew.
     ///
     /// # Errors
-    /// - Returns [`Error::NotAFolder`] if the path is a file.
+    /// - Returns [`Error::NotAFolder`] if the path is a file, and [`Error::NotAFile`] if its lock is a pipe or a device.
     /// - Returns [`Error::InUse`] if another process has opened the folder.
     /// - Returns [`Error::LimitTooSmall`] if the limit is too small for a few records.
     /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder, if the disk
