@@ -36,22 +36,20 @@ pub enum Error {
         /// The path.
         path: PathBuf,
     },
-    /// The file has no records of this version.
-    #[error("{path} contains no records of this version; save the prompt again")]
+    /// The file is not a file of records.
+    #[error("{path} contains no records; name a file that was saved")]
     NoRecords {
         /// The file.
         path: PathBuf,
     },
     /// The file was written for another model, tokenizer or format.
-    #[error(
-        "{path} was saved with another model, tokenizer or format; use the same ones, or save the prompt again"
-    )]
+    #[error("{path} was saved with another model, tokenizer or format")]
     OtherScope {
         /// The file.
         path: PathBuf,
     },
-    /// The bytes of a file are not those that were written.
-    #[error("{path} is damaged at byte {offset}; save the prompt again")]
+    /// The bytes of a file are not those that were written, or were written by another version.
+    #[error("{path} is damaged at byte {offset}, or of another version")]
     DamagedFile {
         /// The file.
         path: PathBuf,

@@ -157,7 +157,7 @@ impl RecordReader {
         let header = if self.fill(&mut page)? { Header::read(page.bytes()) } else { None };
         let header = match header {
             Some(header) => header,
-            None if offset == 0 => return Err(Error::NoRecords { path }),
+            None if offset == 0 && !Header::starts(page.bytes()) => return Err(Error::NoRecords { path }),
             None => return Err(Error::DamagedFile { path, offset }),
         };
         if header.scope != self.scope {

@@ -13,9 +13,9 @@ const MOST_GONE: usize = 1 << 16;
 /// The reason why contents are gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Gone {
-    /// They had to make room.
+    /// The contents had to make room.
     Evicted,
-    /// They could not be read back as they were.
+    /// The contents could not be read back as they were written.
     Damaged,
 }
 
@@ -30,8 +30,11 @@ pub struct KnownKeys {
 }
 
 impl KnownKeys {
-    /// Records that a text is stored under a key.
+    /// Records that contents are stored under a key.
     pub fn insert(&mut self, text: Option<NonZeroU64>, key: BlockKey) {
+        if !self.gone.is_empty() {
+            self.gone.remove(&xxh3_64(key.as_bytes()));
+        }
         if let Some(text) = text {
             self.texts.entry(text).or_default().push(key);
         }
@@ -103,6 +106,9 @@ mod tests {
         );
         known.damaged(&key(0));
         assert_eq!((known.why_gone(&key(0)), known.why_gone(&key(2))), (Some(Gone::Damaged), None));
+        known.insert(None, key(0));
+        assert_eq!(known.why_gone(&key(0)), None, "it is stored again");
+        known.damaged(&key(0));
         for number in 2..=MOST_GONE as u32 {
             known.evicted(&key(number));
         }

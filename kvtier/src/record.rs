@@ -287,6 +287,11 @@ impl Header {
         page[PAGE - 8..].copy_from_slice(&checksum.to_le_bytes());
     }
 
+    /// Returns whether a page is the start of a header, of any version and perhaps damaged.
+    pub(crate) fn starts(page: &[u8]) -> bool {
+        page.starts_with(&MAGIC)
+    }
+
     /// Reads a header, or returns `None` if the page is not one of this version or is damaged.
     pub(crate) fn read(page: &[u8]) -> Option<Self> {
         let (body, checksum) = page.get(..PAGE)?.split_at(PAGE - 8);

@@ -261,3 +261,30 @@ fn a_file_of_another_version_is_given_up() {
         assert!(slab.flush(PATIENCE) && load(&slab, &kept.id).is_ok());
     }
 }
+
+#[test]
+fn a_limit_that_is_lowered_while_records_are_read_holds_as_soon_as_they_have_been_read() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open().unwrap();
+    let records: Vec<Record> = (0..5).map(|number| owned(1, number, 5_000)).collect();
+    for one in &records {
+        assert_eq!(slab.store(one.clone()), Stored::Queued);
+    }
+    assert!(slab.flush(PATIENCE));
+    disk.hang();
+    let loads: Vec<_> = records.iter().map(|one| slab.begin_load(&one.id)).collect();
+    slab.limit_account(account(1), Some(2 * CELL));
+    assert_eq!(slab.account(account(1)).records, 5, "what is read cannot leave");
+    disk.go_on();
+    for (load, one) in loads.into_iter().zip(&records) {
+        load.wait_until(std::time::Instant::now() + PATIENCE);
+        assert_eq!(load.end().unwrap(), one.buffers);
+    }
+    // The last reading ends after its result is there.
+    let deadline = std::time::Instant::now() + PATIENCE;
+    while slab.account(account(1)).records > 1 && std::time::Instant::now() < deadline {
+        std::thread::yield_now();
+    }
+    adds_up(&slab);
+    assert_eq!(slab.account(account(1)).records, 1);
+}

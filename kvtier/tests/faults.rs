@@ -212,6 +212,30 @@ fn stalls_nobody(disk: &TestDisk) {
 }
 
 #[test]
+fn loads_that_are_given_up_take_bounded_memory() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open().unwrap();
+    let one = record(1, 300_000);
+    slab.store(one.clone());
+    assert!(slab.flush(PATIENCE));
+    disk.hang();
+    // The tests' slab may hold 4 MiB for loads that nobody waits for.
+    for _ in 0..100 {
+        assert!(matches!(slab.load(&one.id, Instant::now()), Err(Missed::Late)));
+    }
+    let unanswered = disk.unanswered();
+    assert_eq!(slab.usage().deadline_exceeded, 100);
+    disk.go_on();
+    assert_eq!(load(&slab, &one.id).unwrap(), one.buffers);
+    disk.hang();
+    assert!(matches!(slab.load(&one.id, Instant::now()), Err(Missed::Late)));
+    let of_one = disk.unanswered();
+    assert!(of_one > 0 && unanswered <= 15 * of_one, "{unanswered} requests, {of_one} for one load");
+    disk.go_on();
+    slab.check_invariants().unwrap();
+}
+
+#[test]
 fn requests_that_end_short_are_errors() {
     on_each_disk(|disk| {
         let slab = disk.open().unwrap();

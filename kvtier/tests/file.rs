@@ -82,7 +82,7 @@ fn changed_bytes_are_never_read_as_a_record() {
         for one in RecordReader::open(&path, scope()).unwrap() {
             match one {
                 Ok(record) => good.push(record),
-                Err(Error::NoRecords { .. }) => assert!(at < PAGE, "{at}"),
+                Err(Error::NoRecords { .. }) => assert!(at < 8, "{at}"),
                 Err(Error::DamagedFile { offset, .. }) => assert!(offset <= at as u64, "{offset} {at}"),
                 Err(error) => panic!("{error}"),
             }

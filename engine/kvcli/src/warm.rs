@@ -55,7 +55,7 @@ pub(crate) fn warm(args: &WarmArgs) -> Result<()> {
         ..EngineConfig::default()
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
-    engine.open_disk(&args.disk, args.file.config())?;
+    engine.open_disk(&args.disk, args.file.config(&args.disk))?;
     let report = compute(args, &mut engine, &codec, &way, &documents)?;
     let mut out = std::io::stdout().lock();
     if args.json {

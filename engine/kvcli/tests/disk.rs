@@ -43,6 +43,22 @@ fn documents_are_found_by_the_next_start() {
 }
 
 #[test]
+fn without_a_limit_the_folder_keeps_its_size_and_its_documents() {
+    let folder = tempfile::tempdir().unwrap();
+    let kv = folder.path().join("kv");
+    let ask = prompt(&[SYSTEM, A, B, "bora ?"]);
+    let start = |limit: &[&str]| {
+        let options =
+            ["--disk", kv.to_str().unwrap(), "--disk-loads", "always", "--recompute", "none", "-p", &ask];
+        json(&[&options[..], limit].concat())
+    };
+    let first = start(&["--disk-limit", "32MiB"]);
+    let second = start(&[]);
+    assert_eq!(missed(&second), vec![Value::Null; 2]);
+    assert_eq!(first["disk"]["limit_bytes"], second["disk"]["limit_bytes"]);
+}
+
+#[test]
 fn warm_documents_are_found_in_any_prompt() {
     let folder = tempfile::tempdir().unwrap();
     let (documents, kv) = (folder.path().join("documents"), folder.path().join("kv"));
@@ -171,6 +187,16 @@ fn a_prompt_is_kept_in_a_file() {
     fs::write(&file, bytes).unwrap();
     assert_eq!(ask(&["--dtype", "bf16"])["tokens"], other["tokens"]);
     assert_eq!(missed(&ask(&["--dtype", "bf16"])), vec![Value::Null; 2]);
+    // A first page that is damaged is replaced, too.
+    fs::write(&file, [&b"KVRECORD"[..], &[0; 5000]].concat()).unwrap();
+    assert_eq!(ask(&["--dtype", "bf16"])["tokens"], other["tokens"]);
+    assert_eq!(missed(&ask(&["--dtype", "bf16"])), vec![Value::Null; 2]);
+    // An answer that cannot be saved is an answer.
+    let nowhere = folder.path().join("none/prompt.kv");
+    let answer = json(&["--prompt-cache", nowhere.to_str().unwrap(), "-p", "alba is red . alba ?"]);
+    assert!(
+        answer["prompt_cache"].is_null() && answer["tokens"].as_array().is_some_and(|all| !all.is_empty())
+    );
     // A text is never replaced.
     let text = "notes that somebody has written";
     fs::write(&file, text).unwrap();

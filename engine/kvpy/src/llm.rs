@@ -13,7 +13,7 @@ use kvengine::{
 };
 use kvmodel::dense::WeightFormat;
 use kvmodel::{Model, ModelDirectory, TextCodec, TextStream};
-use kvtier::SlabConfig;
+use kvtier::{Slab, SlabConfig};
 use pyo3::exceptions::{PyFileNotFoundError, PyTypeError, PyUserWarning, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
@@ -267,14 +267,15 @@ impl Llm {
     /// document tokens to which the question attends most is recomputed. If only `chunk_cache_config` is given, nothing is
     /// recomputed. Without `enable_chunk_cache`, prompts are answered with ordinary attention.
     ///
-    /// With `disk`, documents and prompts outlive the program in a file of `disk_limit` bytes in that folder. They are
+    /// With `disk`, documents and prompts outlive the program in a file of `disk_limit` bytes in that folder. By default,
+    /// it keeps the size that it has, or gets 10 GiB if it is new. They are
     /// loaded if that is expected to be faster than computing them, or always with `disk_loads="always"`. When the file is
     /// full, `disk_policy` determines which of them leave first: `"lru"`, `"s3-fifo"` or `"tiny-lfu"` (`"priority"` is
     /// the same as `"lru"`).
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, decoys = None, dtype_name = "float32",
-        block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None, disk = None, disk_limit = 10 << 30,
+        block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None, disk = None, disk_limit = None,
         disk_loads = "faster", disk_policy = "lru"
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -291,7 +292,7 @@ impl Llm {
         device: &str,
         threads: Option<usize>,
         disk: Option<PathBuf>,
-        disk_limit: u64,
+        disk_limit: Option<u64>,
         disk_loads: &str,
         disk_policy: &str,
     ) -> PyResult<Self> {
@@ -337,7 +338,9 @@ impl Llm {
         };
         let (mut engine, codec, way, notes) = py.detach(|| Self::load(&model, config, opened, way))?;
         if let Some(folder) = disk {
-            let config = SlabConfig { limit: disk_limit, policy, ..SlabConfig::default() };
+            let default = SlabConfig::default();
+            let limit = disk_limit.or_else(|| Slab::size_in(&folder)).unwrap_or(default.limit);
+            let config = SlabConfig { limit, policy, ..default };
             py.detach(|| engine.open_disk(&folder, config)).map_err(CallError::from)?;
             engine.load_from_disk(rule);
         }

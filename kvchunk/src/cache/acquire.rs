@@ -103,7 +103,7 @@ impl ChunkCacheManager {
         let (since, now) = (Instant::now(), self.0.clock.millis());
         let mut state = self.0.lock();
         let slot = state.find(piece)?;
-        let hold = self.0.hold(&mut state, slot, now, true)?;
+        let hold = self.0.hold(&mut state, slot, Some(now), true)?;
         drop(state);
         self.0.looked_up(since.elapsed());
         Some(hold)

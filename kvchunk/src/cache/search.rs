@@ -105,21 +105,22 @@ impl SharedCache {
         slot: u32,
         same_system: bool,
     ) -> Option<PieceHold> {
-        let hold = self.hold(state, slot, request.now, same_system)?;
+        let hold = self.hold(state, slot, Some(request.now), same_system)?;
         state.count_hit(request.tenant, &hold);
         Some(hold)
     }
 
-    /// Holds the piece in `slot` if it is awake, without counting anything. `same_system` is false if the
+    /// Holds the piece in `slot` if it is awake. Counts a use if `used` is the time of one, but neither a hit nor a
+    /// miss. `same_system` is false if the
     /// piece was computed with a system prompt other than the request's.
     pub(crate) fn hold(
         self: &Arc<Self>,
         state: &mut CacheState,
         slot: u32,
-        now: u64,
+        used: Option<u64>,
         same_system: bool,
     ) -> Option<PieceHold> {
-        let (entry, awake) = state.hold(slot, now)?;
+        let (entry, awake) = state.hold(slot, used)?;
         Some(PieceHold::new(HeldPiece {
             cache: Arc::clone(self),
             slot: Some(slot),

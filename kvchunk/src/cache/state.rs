@@ -184,24 +184,28 @@ impl CacheState {
         self.index.at(slot).filter(same).map(|_| slot)
     }
 
-    /// Adds a holder to a piece if both the piece and the pool are awake, counts the use, and removes the
-    /// piece from the eviction order.
-    pub(crate) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &AwakePiece)> {
+    /// Adds a holder to a piece if both the piece and the pool are awake, and removes the piece from the eviction
+    /// order. Counts a use if `used` is the time of one.
+    pub(crate) fn hold(&mut self, slot: u32, used: Option<u64>) -> Option<(&StoredPiece, &AwakePiece)> {
         if !self.pool.is_awake() {
             return None;
         }
         let entry = self.index.at_mut(slot)?;
         let PieceMemory::Awake(awake) = &entry.memory else { return None };
         let account = &mut self.accounts[entry.tenant.0 as usize];
-        account.order.hit(awake.number, &entry.hash.key);
+        if used.is_some() {
+            account.order.hit(awake.number, &entry.hash.key);
+        }
         if entry.holders == 0 {
             account.order.remove(awake.number);
             account.idle -= entry.hash.num_blocks;
         }
         entry.holders += 1;
-        entry.access_count += 1;
-        entry.heat.touch(now);
-        entry.last_accessed = now;
+        if let Some(now) = used {
+            entry.access_count += 1;
+            entry.heat.touch(now);
+            entry.last_accessed = now;
+        }
         Some((entry, awake))
     }
 

@@ -20,15 +20,15 @@ impl ChunkCacheManager {
             && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.memory, PieceMemory::Awake(_)))
     }
 
-    /// Holds the piece with this hash for another replica, and returns the hold with the piece's tokens. This
-    /// counts as a use of the piece, but not as a lookup by a tenant.
-    pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(PieceHold, Arc<[u32]>)> {
+    /// Holds the piece with this hash to copy it, and returns the hold with the piece's tokens. If another replica
+    /// uses the copy, this counts as a use of the piece, but not as a lookup by a tenant.
+    pub(crate) fn hold_to_copy(&self, hash: &ChunkHash, is_use: bool) -> Option<(PieceHold, Arc<[u32]>)> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
         let slot = state.index.slot_of(&hash.key)?;
         let entry = state.index.at(slot).filter(|entry| may_leave(entry))?;
         let tokens = Arc::clone(entry.evidence.tokens());
-        let hold = self.0.hold(&mut state, slot, now, true)?;
+        let hold = self.0.hold(&mut state, slot, is_use.then_some(now), true)?;
         drop(state);
         Some((hold, tokens))
     }

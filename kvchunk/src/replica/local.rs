@@ -89,7 +89,7 @@ impl ReplicaTransport for LocalReplica {
             return Ok(false);
         }
         let (chunk, tokens) =
-            cache.hold_for_replica(&piece.hash()).ok_or(Error::ReplicaLacks { replica: from })?;
+            cache.hold_to_copy(&piece.hash(), true).ok_or(Error::ReplicaLacks { replica: from })?;
         giver.copy_to(device, &chunk, &tokens, piece, reservation)
     }
 }

@@ -96,7 +96,24 @@ impl ReplicaDevice {
     /// # Errors
     /// Returns the errors of the backend.
     pub fn pack(&self, cache: &ChunkCacheManager, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
-        let Some((chunk, tokens)) = cache.hold_for_replica(hash) else { return Ok(None) };
+        self.packed(cache, hash, true)
+    }
+
+    /// Packs a chunk to be kept elsewhere, like [`pack`](Self::pack). This does not count as a use of the chunk.
+    ///
+    /// # Errors
+    /// Returns the errors of the backend.
+    pub(crate) fn copy_of(&self, cache: &ChunkCacheManager, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
+        self.packed(cache, hash, false)
+    }
+
+    fn packed(
+        &self,
+        cache: &ChunkCacheManager,
+        hash: &ChunkHash,
+        is_use: bool,
+    ) -> Result<Option<ChunkParcel>> {
+        let Some((chunk, tokens)) = cache.hold_to_copy(hash, is_use) else { return Ok(None) };
         let buffers = self.read(chunk.block_ids())?;
         Ok(Some(ChunkParcel::seal(self, &chunk, &tokens, buffers)))
     }

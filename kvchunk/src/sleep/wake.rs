@@ -84,7 +84,7 @@ impl ChunkCacheManager {
         let waking = state.begin_waking(&self.0.pool, slot, now)?;
         drop(state);
         let now = self.0.clock.millis();
-        self.0.wake(waking, |state, slot| self.0.hold(state, slot, now, true)).ok().flatten()
+        self.0.wake(waking, |state, slot| self.0.hold(state, slot, Some(now), true)).ok().flatten()
     }
 }
 

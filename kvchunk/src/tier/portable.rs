@@ -33,7 +33,7 @@ impl Assembler<'_> {
         for hash in hashes {
             let packed = self.chunks.map_or(Ok(None), |cache| {
                 cache.wake_up_chunks(&[hash]);
-                device.pack(cache, &hash)
+                device.copy_of(cache, &hash)
             })?;
             match packed {
                 Some(parcel) => each(parcel.record)?,

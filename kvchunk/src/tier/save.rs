@@ -58,7 +58,7 @@ impl TierLink {
         if self.slab.contains(&hash.key) {
             return Ok(Some(Stored::Known));
         }
-        let Some(parcel) = self.device.pack(cache, hash)? else { return Ok(None) };
+        let Some(parcel) = self.device.copy_of(cache, hash)? else { return Ok(None) };
         let note = RecordNote {
             parent: None,
             cost: self.prefill.cost(hash.token_count),

@@ -73,19 +73,17 @@ impl TierMoves {
         self.leave.is_empty() && self.sleep.is_empty() && self.wake.is_empty()
     }
 
-    /// Carries the moves out. Skips pieces that have changed since the plan was made, such as pieces that a
-    /// request holds now.
+    /// Carries the moves out, and returns the number of pieces that have moved. Skips pieces that have changed since
+    /// the plan was made, such as pieces that a request holds now.
     ///
     /// # Errors
     /// Returns the error of the sleep store if no piece could be put to sleep. The pieces stay where they are.
-    pub fn carry_out(&self, cache: &ChunkCacheManager) -> kvchunk::Result<()> {
-        cache.discard_sleeping_chunks(&self.leave);
-        if !self.sleep.is_empty() {
-            cache.sleep_chunks(&self.sleep)?;
-        }
+    pub fn carry_out(&self, cache: &ChunkCacheManager) -> kvchunk::Result<usize> {
+        let left = cache.discard_sleeping_chunks(&self.leave);
+        let slept = if self.sleep.is_empty() { 0 } else { cache.sleep_chunks(&self.sleep)? };
         // A piece that cannot wake now wakes when a request asks for it.
-        cache.wake_up_chunks(&self.wake);
-        Ok(())
+        let asleep = cache.wake_up_chunks(&self.wake).len();
+        Ok(left + slept + self.wake.len() - asleep)
     }
 }
 

@@ -72,7 +72,7 @@ impl World {
     fn tend(&self) {
         for _ in 0..1000 {
             let moves = self.plan(4);
-            if moves.is_empty() || moves.carry_out(&self.cache).is_err() {
+            if moves.is_empty() || !moves.carry_out(&self.cache).is_ok_and(|moved| moved > 0) {
                 return;
             }
             self.cache.check_invariants().unwrap();

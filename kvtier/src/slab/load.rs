@@ -73,15 +73,19 @@ impl Slab {
 
     /// Starts to load a record, and returns without waiting for the disk.
     pub fn begin_load(&self, id: &RecordId) -> Loading {
+        // Memory that nobody waits for any more belongs to the disk until it answers.
+        let is_stuck = self.shared.given_up.load(Ordering::Relaxed) > self.shared.config.queue_bytes;
+        let place = if is_stuck { Err(Missed::Late) } else { self.shared.place(id) };
         let loading = Arc::new(LoadState {
             shared: Arc::clone(&self.shared),
             id: id.clone(),
+            bytes: place.as_ref().map_or(0, |place| place.payload),
             requests: AtomicUsize::new(0),
             answered: AtomicUsize::new(0),
             ended: Mutex::default(),
             changed: Condvar::new(),
         });
-        match self.shared.place(id) {
+        match place {
             Ok(place) => LoadState::start(&loading, place),
             Err(missed) => loading.end(Err(missed)),
         }
@@ -103,8 +107,10 @@ impl Slab {
     pub fn why_absent(&self, id: &RecordId, text: Option<std::num::NonZeroU64>) -> Missed {
         self.shared.count(|counts| counts.misses += 1);
         let state = self.shared.state.lock();
-        if state.known.why_gone(&id.key) == Some(Gone::Evicted) {
-            return Missed::Evicted;
+        match state.known.why_gone(&id.key) {
+            Some(Gone::Evicted) => return Missed::Evicted,
+            Some(Gone::Damaged) => return Missed::Damaged,
+            None => {}
         }
         let others = state.known.keys_of(text);
         let here = |key| state.get(key).is_some_and(|entry| entry.scope == self.shared.scope);
@@ -126,7 +132,7 @@ pub struct Loading(Arc<LoadState>);
 impl Loading {
     /// Returns whether the load has ended. Never blocks.
     pub fn is_over(&self) -> bool {
-        self.0.ended.lock().is_some()
+        self.0.ended.lock().is_over
     }
 
     /// Returns the part of the record that the disk has read so far, from 0 to 1. Never blocks.
@@ -138,8 +144,8 @@ impl Loading {
     /// Waits until the load has ended or `deadline` has passed. Returns whether the load has ended.
     pub fn wait_until(&self, deadline: Instant) -> bool {
         let mut ended = self.0.ended.lock();
-        while ended.is_none() && !self.0.changed.wait_until(&mut ended, deadline).timed_out() {}
-        ended.is_some()
+        while !ended.is_over && !self.0.changed.wait_until(&mut ended, deadline).timed_out() {}
+        ended.is_over
     }
 
     /// Returns the record, and counts a hit or a miss. A load that has not ended is late.
@@ -147,7 +153,7 @@ impl Loading {
     /// # Errors
     /// Returns the reason if there is no such record, or if it must not be used.
     pub fn end(self) -> Result<Found, Missed> {
-        let loaded = self.0.ended.lock().take().unwrap_or(Err(Missed::Late));
+        let loaded = self.0.ended.lock().loaded.take().unwrap_or(Err(Missed::Late));
         self.0.shared.count(|counts| match &loaded {
             Ok(_) => counts.hits += 1,
             Err(missed) => {
@@ -165,6 +171,16 @@ impl Loading {
     }
 }
 
+impl Drop for Loading {
+    fn drop(&mut self) {
+        let mut ended = self.0.ended.lock();
+        if !ended.is_over {
+            ended.is_given_up = true;
+            self.0.shared.given_up.fetch_add(self.0.bytes, Ordering::Relaxed);
+        }
+    }
+}
+
 impl fmt::Debug for Loading {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Loading").field("id", &self.0.id).field("is_over", &self.is_over()).finish()
@@ -175,12 +191,23 @@ impl fmt::Debug for Loading {
 struct LoadState {
     shared: Arc<Shared>,
     id: RecordId,
+    /// The number of bytes that are read.
+    bytes: usize,
     /// The number of requests to the disk, once they have been made.
     requests: AtomicUsize,
     /// The number of requests that the disk has answered.
     answered: AtomicUsize,
-    ended: Mutex<Option<Result<Found, Missed>>>,
+    ended: Mutex<Ended>,
     changed: Condvar,
+}
+
+/// The end of a load.
+#[derive(Default)]
+struct Ended {
+    is_over: bool,
+    /// True if nobody waited any longer before the load was over.
+    is_given_up: bool,
+    loaded: Option<Result<Found, Missed>>,
 }
 
 /// The requests of a load.
@@ -226,7 +253,14 @@ impl LoadState {
     }
 
     fn end(&self, loaded: Result<Found, Missed>) {
-        *self.ended.lock() = Some(loaded);
+        let mut ended = self.ended.lock();
+        ended.is_over = true;
+        if ended.is_given_up {
+            self.shared.given_up.fetch_sub(self.bytes, Ordering::Relaxed);
+        } else {
+            ended.loaded = Some(loaded);
+        }
+        drop(ended);
         self.changed.notify_all();
     }
 }
@@ -264,11 +298,14 @@ impl Shared {
         let read = if loaded.is_ok() { place.payload } else { 0 };
         self.rates.lock().end(read);
         let mut state = self.state.lock();
-        state.release(&id.key, place.sequence);
+        let group = state.release(&id.key, place.sequence);
         match loaded {
             Err(Missed::Damaged | Missed::Failed(_)) => state.quarantine(&id.key, place.sequence),
             Err(Missed::Differs) => state.doubt(&id.key, place.sequence),
             Ok(_) | Err(_) => {}
+        }
+        if let Some(group) = group {
+            state.settle(group);
         }
     }
 }

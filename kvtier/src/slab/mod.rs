@@ -20,6 +20,7 @@
 use std::fmt;
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -64,7 +65,8 @@ pub struct SlabConfig {
     pub limit: u64,
     /// The number of bytes per cell, rounded up to whole pages. A record uses whole cells.
     pub cell_bytes: usize,
-    /// The number of bytes that may wait to be written. Further records are dropped.
+    /// The number of bytes that may wait to be written; further records are dropped. As many bytes may be read for
+    /// loads that were given up; further loads are late at once, until the disk has answered.
     pub queue_bytes: usize,
     /// The way of I/O, or `None` for the best one that works here.
     pub io: Option<IoWay>,
@@ -131,6 +133,8 @@ struct Shared {
     queue_changed: Condvar,
     counts: Mutex<Counts>,
     rates: Mutex<ReadRates>,
+    /// The number of bytes in loads that were given up and that the disk has not answered.
+    given_up: AtomicUsize,
 }
 
 /// The number of threads that write.
@@ -139,6 +143,11 @@ const WRITERS: usize = 2;
 impl Slab {
     /// The name of the file in the slab's folder.
     pub const FILE: &str = "records.kvslab";
+
+    /// Returns the size in bytes of the file in `folder`, if there is one. As a limit, it keeps the records.
+    pub fn size_in(folder: &Path) -> Option<u64> {
+        fs::metadata(folder.join(Self::FILE)).ok().map(|data| data.len()).filter(|size| *size > 0)
+    }
 
     /// Opens or creates the slab in `folder`. `scope` is the key of the model, tokenizer and format of this
     /// process: records of other scopes count towards the limit, and leave first.
@@ -190,6 +199,7 @@ impl Slab {
             queue_changed: Condvar::new(),
             counts: Mutex::default(),
             rates: Mutex::default(),
+            given_up: AtomicUsize::new(0),
         });
         let mut this = Self { shared, writers: Vec::new(), lock };
         for _ in 0..WRITERS {

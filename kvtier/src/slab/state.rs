@@ -189,14 +189,23 @@ impl SlabState {
         Some(entry)
     }
 
-    /// Ends one reading of a record, unless another one has replaced it.
-    pub(super) fn release(&mut self, key: &BlockKey, sequence: u64) {
-        if let Some(entry) = self.records.get_mut(key).filter(|entry| entry.sequence == sequence) {
-            entry.readers -= 1;
-            if entry.readers == 0 {
-                self.order.release(key);
-            }
+    /// Ends one reading of a record, unless another one has replaced it. Returns its group if nobody reads the record
+    /// any longer, to be [settled](Self::settle).
+    pub(super) fn release(&mut self, key: &BlockKey, sequence: u64) -> Option<Group> {
+        let entry = self.records.get_mut(key).filter(|entry| entry.sequence == sequence)?;
+        entry.readers -= 1;
+        if entry.readers > 0 {
+            return None;
         }
+        let (scope, account) = (entry.scope, entry.note.account);
+        self.order.release(key);
+        Some(self.group(&scope, account))
+    }
+
+    /// Evicts what a group has above its limit, because it was read when the limit was lowered.
+    pub(super) fn settle(&mut self, group: Group) {
+        // What is being read or written still is all that may be above it.
+        let _ = self.fit(group, 0);
     }
 
     /// Returns a record.
@@ -237,6 +246,7 @@ impl SlabState {
         if self.records.get(key).is_some_and(|entry| entry.sequence == sequence)
             && let Some(entry) = self.take_out(key)
         {
+            self.known.damaged(key);
             self.quarantined += count(&entry.runs);
         }
     }
@@ -292,8 +302,7 @@ impl SlabState {
     /// Limits the cells of a group. Evicts what is above the limit.
     pub(super) fn limit(&mut self, group: Group, limit: Option<u32>) {
         self.accounts.of(group).limit = limit;
-        // What is being written when the limit is lowered is all that may be above it.
-        let _ = self.fit(group, 0);
+        self.settle(group);
     }
 
     /// Evicts a group's own records until it may take `needed` cells more.

@@ -1,13 +1,13 @@
 //! Options for documents on a disk.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use kvchunk::LoadRule;
 use kvcore::PolicyKind;
 use kvengine::Engine;
-use kvtier::SlabConfig;
+use kvtier::{Slab, SlabConfig};
 
 use super::{EngineArgs, WayArgs, at_least_one};
 use crate::error::Result;
@@ -37,9 +37,11 @@ pub(crate) struct DiskArgs {
 /// Options for the file in the folder, shared by all commands that fill it.
 #[derive(Debug, Args)]
 pub(crate) struct DiskFileArgs {
-    /// The largest size of the folder, such as 50GiB or 800MB. Its file has the full size from the start.
-    #[arg(long, value_name = "SIZE", requires = "disk", default_value = "10GiB", value_parser = bytes)]
-    disk_limit: u64,
+    /// The largest size of the folder, such as 50GiB or 800MB. Its file has the full size from the start. Default: the
+    /// size that the folder has, or 10GiB for a new one. A smaller size than before empties the folder, and so does
+    /// one that is many times larger.
+    #[arg(long, value_name = "SIZE", requires = "disk", value_parser = bytes)]
+    disk_limit: Option<u64>,
 
     /// Which documents leave the folder first when it is full. lru: those not used for the longest time. s3-fifo,
     /// tiny-lfu: those that were used only once, so that many new documents do not push out popular ones.
@@ -49,13 +51,15 @@ pub(crate) struct DiskFileArgs {
 
 impl DiskFileArgs {
     /// Returns the settings of the file.
-    pub(crate) fn config(&self) -> SlabConfig {
+    pub(crate) fn config(&self, folder: &Path) -> SlabConfig {
         let policy = match self.disk_policy {
             DiskPolicy::Lru => PolicyKind::Lru,
             DiskPolicy::S3Fifo => PolicyKind::S3Fifo,
             DiskPolicy::TinyLfu => PolicyKind::TinyLfu,
         };
-        SlabConfig { limit: self.disk_limit, policy, ..SlabConfig::default() }
+        let default = SlabConfig::default();
+        let limit = self.disk_limit.or_else(|| Slab::size_in(folder)).unwrap_or(default.limit);
+        SlabConfig { limit, policy, ..default }
     }
 }
 
@@ -71,7 +75,7 @@ impl DiskArgs {
     /// Opens the folder, if there is one, below the engine's caches.
     pub(crate) fn open(&self, engine: &mut Engine) -> Result<()> {
         let Some(folder) = &self.disk else { return Ok(()) };
-        engine.open_disk(folder, self.file.config())?;
+        engine.open_disk(folder, self.file.config(folder))?;
         engine.load_from_disk(match self.disk_loads {
             DiskLoads::Faster => LoadRule::IfFaster,
             DiskLoads::Always => LoadRule::Always(PATIENCE),

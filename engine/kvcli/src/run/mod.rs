@@ -81,7 +81,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let mut generation = engine.generate(&request, &mut live)?;
     let text = live.finish(&mut generation)?;
     let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
-    let kept = kept.map(|kept| kept.save(&engine, &request, &generation)).transpose()?;
+    let kept = kept.and_then(|kept| kept.save(&engine, &request, &generation));
     show(args, &way, &engine, (text, read_back, kept), &generation, asleep)
 }
 

@@ -32,7 +32,7 @@ impl<'a> PromptCache<'a> {
             match engine.restore_prompt(path, None) {
                 Ok(all) => restored = all,
                 Err(kvengine::Error::Tier(error @ (DamagedFile { .. } | OtherScope { .. }))) => {
-                    note!("{error}. The prompt is computed.");
+                    note!("{error}. The prompt is computed, and the file replaced.");
                 }
                 Err(error) => return Err(error.into()),
             }
@@ -40,13 +40,13 @@ impl<'a> PromptCache<'a> {
         Ok(Self { path, restored })
     }
 
-    /// Saves the prompt and, if it is not in parts, its answer.
+    /// Saves the prompt and, if it is not in parts, its answer. An error is only a note, because the answer is there.
     pub(super) fn save(
         self,
         engine: &Engine,
         request: &Request,
         answer: &Generation,
-    ) -> Result<PromptCacheJson> {
+    ) -> Option<PromptCacheJson> {
         let mut request = request.clone();
         if let PromptTokens::Plain(prompt) = request.prompt.as_ref() {
             // The last token of an answer is not computed. The keys depend on the longest possible answer.
@@ -55,7 +55,13 @@ impl<'a> PromptCache<'a> {
             request.prompt = Arc::new(PromptTokens::Plain(tokens));
             request.max_new_tokens -= computed;
         }
-        Ok(PromptCacheJson { restored: self.restored, saved: engine.save_prompt(&request, self.path)? })
+        match engine.save_prompt(&request, self.path) {
+            Ok(saved) => Some(PromptCacheJson { restored: self.restored, saved }),
+            Err(error) => {
+                note!("The prompt was not saved: {error}");
+                None
+            }
+        }
     }
 }
 

@@ -46,7 +46,7 @@ impl ChunkTiers {
         }
         match TierMoves::plan(&self.thresholds, chunks, host, MOST_MOVES) {
             // A piece that the store has no room for stays where it is.
-            Ok(moves) if !moves.is_empty() && moves.carry_out(chunks).is_ok() => {}
+            Ok(moves) if !moves.is_empty() && moves.carry_out(chunks).is_ok_and(|moved| moved > 0) => {}
             _ => (self.next, self.quiet) = (now + PAUSE, used),
         }
     }

@@ -12,7 +12,7 @@ use crate::prompt::LivePrompt;
 use crate::request::Request;
 use crate::runner::Runner;
 
-/// What was saved of a prompt.
+/// The result of saving a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct SavedPrompt {
     /// The number of tokens whose keys and values are in the file.
@@ -20,11 +20,12 @@ pub struct SavedPrompt {
     /// The number of tokens that were not in the caches, such as the last tokens of an ordinary prompt, which do not
     /// fill a block.
     pub missing: usize,
-    /// The size of the file in bytes.
+    /// The size of the file in bytes, or 0 if the caches had nothing of the prompt. In that case, no file was written,
+    /// and an older one stays.
     pub bytes: u64,
 }
 
-/// What was restored from a file.
+/// The result of restoring a file.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct RestoredPrompt {
     /// The number of tokens whose keys and values are in the caches now, including those that were there already.
@@ -35,7 +36,7 @@ pub struct RestoredPrompt {
     pub differs: usize,
 }
 
-/// Saves what the caches have of a prompt.
+/// Saves the parts of a prompt that are in the caches.
 pub(crate) fn save_prompt(runner: &Runner, request: &Request, path: &Path) -> Result<SavedPrompt> {
     let pool = runner.caches.paged_cache()?.kv_pool();
     let (tokens, plan) = own_tokens(runner, request)?;
@@ -55,6 +56,9 @@ pub(crate) fn save_prompt(runner: &Runner, request: &Request, path: &Path) -> Re
         let chain = keys.root().chain(&tokens, pool.block_size());
         runner.replica_device().export_prefix(pool, keys.root(), &chain, &tokens, &mut write)?
     };
+    if saved == 0 {
+        return Ok(SavedPrompt { tokens: 0, missing, bytes: 0 });
+    }
     Ok(SavedPrompt { tokens: saved, missing, bytes: writer.finish()? })
 }
 

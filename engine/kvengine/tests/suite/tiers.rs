@@ -96,6 +96,25 @@ fn documents_that_host_memory_has_no_room_for_are_found_on_the_disk() {
 }
 
 #[test]
+fn saving_a_document_is_no_use_of_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut engine = small(true);
+    let config = SlabConfig { limit: 8 << 20, cell_bytes: 8 << 10, ..SlabConfig::default() };
+    engine.open_disk(folder.path(), config).unwrap();
+    ask(&mut engine, 0);
+    assert!(engine.disk().unwrap().flush(PATIENCE));
+    let request = Request {
+        cell: ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        ..Request::new(PromptTokens::Chunked(document(0)))
+    };
+    assert!(engine.save_prompt(&request, &folder.path().join("prompt.kv")).unwrap().tokens > 0);
+    let chunks = engine.chunks().unwrap().chunks();
+    assert!(chunks.len() == 1 && chunks[0].heat <= 0.5 && chunks[0].access_count == 0, "{chunks:?}");
+    ask(&mut engine, 0);
+    assert!(engine.chunks().unwrap().chunks()[0].heat > 0.7);
+}
+
+#[test]
 fn a_hot_document_is_back_on_the_device_after_a_step() {
     let mut engine = small(true);
     ask(&mut engine, 0);

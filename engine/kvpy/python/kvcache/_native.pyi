@@ -709,7 +709,7 @@ class LLM:
         device: str = "cpu",
         threads: int | None = None,
         disk: str | PathLike[str] | None = None,
-        disk_limit: int = ...,
+        disk_limit: int | None = None,
         disk_loads: Literal["faster", "always"] = "faster",
         disk_policy: Literal["lru", "s3-fifo", "tiny-lfu", "priority"] = "lru",
     ) -> Self: ...
