@@ -141,8 +141,8 @@ class FakeRecomputer:
 
     def __init__(self, model: FakeModel) -> None:
         self.model = model
-        self.context: Callable[[], tuple[int, ...]] = tuple
-        """Returns what rows depend on besides tokens."""
+        self.context: Callable[[Any], tuple[int, ...]] = lambda _: ()
+        """Returns what the rows of an order depend on besides tokens."""
         self.chosen: dict[tuple[int, ...], set[int]] = {}
         """The positions that a question has chosen, by prompt."""
 
@@ -155,5 +155,6 @@ class FakeRecomputer:
             assert sum(target[2] for _, target, _ in again.rows) == again.question_start, "a question chooses among all rows"
             places = choice(again.tokens, again.question_start, places, again.chosen)
             self.chosen.setdefault(tuple(again.tokens), set()).update(places)
+        where = self.context(again)
         for place in (place for place in places if place >= again.first):
-            self.model.write([again.table], place, (*self.context(), *again.tokens[: place + 1]))
+            self.model.write([again.table], place, (*where, *again.tokens[: place + 1]))

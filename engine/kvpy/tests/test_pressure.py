@@ -9,7 +9,10 @@ import itertools
 import json
 
 import pytest
-from fake_engine import ROW, SIZE, Engine, Roomy, context
+from fake_engine import ROW, SIZE, Engine, context
+from roomy import Roomy
+
+from kvcache import BlockPool
 
 ROOMY = Roomy()
 HELD = 24 + 32 + 40
@@ -28,7 +31,8 @@ def answers(engine: Engine, asked: dict[str, tuple[list[int], dict | None]], *, 
         got, said = engine.answers[name]
         error = (said or {}).get("chunk_error")
         assert (error is not None) == (name in refused), f"{name}: {said}"
-        right = ROOMY.answer(tokens, len(got), context(engine.weights, None, {}), None if error else params)
+        where = context(engine.weights, None, {}, engine.salt_of(name))
+        right = ROOMY.answer(tokens, len(got), where, None if error else params)
         assert got == right, f"{name} is answered {got} instead of {right}"
 
 
@@ -39,8 +43,30 @@ def nothing_held(engine: Engine) -> None:
     assert not side.requests and not side.saving and not side.loads, "something is kept of requests that have ended"
     assert len(engine.kv_cache_manager.unused) == len(engine.kv_cache_manager.holders) - 1, "blocks of the engine are held"
     side.chunks.cache.check_invariants()
+    nothing_held_of_the_tier(engine)
     side.reset()
     assert side.chunks.cache.get_metrics().used_blocks == 0, "rows of chunks are held"
+    pool = tier_of(engine)
+    assert pool is None or pool.counts()["free"] == pool.counts()["total"], "blocks of the tier are held"
+
+
+def tier_of(engine: Engine) -> BlockPool | None:
+    """Returns the pool of the tier, if there is one."""
+    return getattr(engine.side.prefixes, "pool", None)
+
+
+def nothing_held_of_the_tier(engine: Engine) -> None:
+    pool = tier_of(engine)
+    if pool is None:
+        return
+    for _ in range(2_000):
+        if not engine.side.waits_for_disk():
+            break
+        engine.step()
+    assert not engine.side.prefixes.saving, "blocks of the tier are still being saved"
+    counts = pool.counts()
+    assert counts["mutable"] == counts["shared"] == 0, f"blocks of the tier are held: {counts}"
+    pool.check_invariants()
 
 
 @pytest.mark.parametrize(

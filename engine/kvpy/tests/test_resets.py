@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from fake_engine import ROW, Engine, Roomy, context
+from fake_engine import ROW, Engine, context
+from roomy import Roomy
 from test_pressure import nothing_held, prompt
 
 ROOMY = Roomy()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from fake_engine import ROW, SIZE, Engine, Roomy, context
+from fake_engine import ROW, SIZE, Engine, context
+from roomy import Roomy
 
 from kvcache import BlockPool, BlockTable, KvCacheError, prefix_keys
 
