@@ -41,7 +41,7 @@ class Roomy:
         return self.known[key]
 
     def _values(self, prompt: list[int], position: int, where: tuple[int, ...], params: dict[str, Any] | None) -> np.ndarray:
-        return self.model.rows((*where, *seen(prompt, position, params)), position)[1]
+        return self.model.rows((*where, *seen(prompt, position, params, where)), position)[1]
 
     def _seen(self, values: list[np.ndarray]) -> list[np.ndarray]:
         """Returns the values of the tokens that a next token sees in the first layer of each group."""
@@ -49,8 +49,9 @@ class Roomy:
         return [np.array([of_token[layer] for of_token in values[-(window or 0) :]]) for layer, window in zip(firsts, self.windows)]
 
 
-def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> list[int]:
-    """Returns the tokens that a token of a prompt sees, up to and including itself."""
+def seen(prompt: list[int], position: int, params: dict[str, Any] | None, where: Sequence[int] = ()) -> list[int]:
+    """Returns the tokens that a token of a prompt sees, up to and including itself. Choices of a question also depend on
+    ``where``."""
     everything = prompt[: position + 1]
     # A copy may have failed, so that only the tokens before it are as the request asks.
     if not params or position >= params.get("until", len(prompt)):
@@ -60,7 +61,7 @@ def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> lis
     if found is None:
         return everything
     number, start = found
-    if again.startswith("question:") and position in _chosen(tuple(prompt), json.dumps(params)):
+    if again.startswith("question:") and position in _chosen(tuple(where), tuple(prompt), json.dumps(params)):
         return everything
     if again.startswith("link:") and position < start + int(again[5:]) and (mode != "with-system" or number > 0):
         return everything
@@ -70,8 +71,8 @@ def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> lis
 
 
 @functools.cache
-def _chosen(prompt: tuple[int, ...], params: str) -> set[int]:
+def _chosen(where: tuple[int, ...], prompt: tuple[int, ...], params: str) -> set[int]:
     """Returns the tokens that the question of a prompt chooses."""
     plan = plan_of(json.loads(params), prompt)
     places = [place for part in plan.apart() for place in range(part.start, part.end)]
-    return set(choice(list(prompt), plan.question_start, places, plan.chosen_tokens()))
+    return set(choice(where, list(prompt), plan.question_start, places, plan.chosen_tokens()))

@@ -217,7 +217,7 @@ def test_a_question_chooses_only_in_prompts_that_its_memory_can_hold(memory: int
     if not fits:
         reason = engine.answers["one"][1]["chunk_error"]
         assert f"at most {memory // SIZE * SIZE} tokens" in reason and "this one has 102; raise question_memory" in reason
-        assert engine.recomputer.chosen == {}
+        assert not engine.recomputer.choices
     answers(engine, {"one": (tokens, params), "linked": (tokens, {**params, "chunk_recompute": "link:4"})}, refused=() if fits else ("one",))
     nothing_held(engine)
 
