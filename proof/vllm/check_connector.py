@@ -377,7 +377,7 @@ class Checks:
             ({"chunk_lengths": None}, "pass either chunk_lengths or chunk_separator"),
             ({"chunk_mode": "sideways"}, "chunk_mode is 'sideways'; use 'alone'"),
             ({"chunk_lengths": None, "chunk_separator": [999999]}, "occurs 0 times in the prompt"),
-            ({"mode": "with-system"}, "the field mode is unknown; did you mean chunk_mode?"),
+            ({"Mode": "with-system"}, "the field Mode is unknown; did you mean chunk_mode?"),
         ):
             (out,) = self.generate(host, self.case.prompt([0, 1], "alone", **wrong))
             self.same(f"{wrong} is answered without chunks", answer(out), self.expected([0, 1], "plain"))
