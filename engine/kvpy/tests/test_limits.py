@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from fake_engine import ROW, SIZE, Engine
 from test_pressure import answers, nothing_held, prompt
@@ -96,3 +98,27 @@ def test_aborts_in_every_state_leave_nothing_and_harm_nobody(whom: str, settings
         # Both run at first, and their answers need one block too many. Ordinary prompts share blocks.
         preempts = whom == "both" and settings == {"blocks": 26 if recompute else 24}
         assert any(status == "PREEMPTED" for status, _ in states) or not preempts
+
+
+@pytest.mark.parametrize("recompute", ["none", "link:4", "question:0.5"])
+@pytest.mark.parametrize("settings", [{}, {"step_tokens": 16}, {"max_chunk_tokens": SIZE}, {"host_memory": HELD * ROW}])
+@pytest.mark.parametrize("failed", range(6))
+def test_chunks_that_could_not_be_saved_are_computed_by_the_engine(failed: int, settings: dict, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save with the number ``failed`` fails, of two requests that share the system prompt. A third one comes afterwards."""
+    engine, saves, asked = Engine(monkeypatch, **settings), itertools.count(), {}
+    engine.failing_saves = lambda: next(saves) == failed
+    params = {"chunk_lengths": LENGTHS, "chunk_recompute": recompute}
+    asked["first"] = (prompt(LENGTHS), params)
+    asked["second"] = ([*range(10, 30), *range(200, 270), 3, 4], params)
+    for name, (tokens, _) in asked.items():
+        engine.ask(name, tokens, count=4, **params)
+    engine.run(300)
+    refused = tuple(name for name in asked if "chunk_error" in engine.answers[name][1])
+    # With one encode for each part, there are five saves.
+    assert bool(refused) == (failed < next(saves)), "whoever waits for the rows goes on without them"
+    assert all("could not be copied to host memory" in engine.answers[name][1]["chunk_error"] for name in refused)
+    answers(engine, asked, refused=refused)
+    engine.ask("after", asked["first"][0], **params)
+    engine.run(100)
+    answers(engine, {"after": asked["first"]})
+    nothing_held(engine)
