@@ -244,7 +244,7 @@ class Checks:
         titled = '[{"title": text.split()[1], "text": text} for text in documents]'
         changed = block.replace("client = OpenAI", f"{known}client = OpenAI").replace("messages, documents,", f"messages, {titled},")
         assert known in changed and titled in changed, "the page's chat has another form"
-        told = f'assert "Document harbour: " + ada in tokenizer.decode(prompt.token_ids)\n    answer ='
+        told = 'assert "Document harbour: " + ada in tokenizer.decode(prompt.token_ids)\n    answer ='
         answers = self.printed(python(changed.replace("answer =", told)))
         self.equal("a template that knows documents: two answers", len(answers), 2)
         (_, first, _), (_, second, _) = answers
@@ -264,7 +264,7 @@ class Checks:
             )
             with urllib.request.urlopen(request, timeout=300) as answer:
                 said = json.load(answer)
-            self.equal(f"{what} sent to the server are an ordinary chat", said["kv_transfer_params"], None)
+            self.equal(f"{what} sent to the server are an ordinary chat", said.get("kv_transfer_params"), None)
 
     def client_alone(self, folder: Path) -> None:
         """The page's commands for a client's machine make an environment in which the chat runs."""
