@@ -103,10 +103,14 @@ class Host:
     def counter(self, name: str) -> int:
         return sum(m.value for m in self.llm.get_metrics() if isinstance(m, Counter) and m.name == name)
 
-    def nothing_held(self) -> str | None:
-        """Returns what is still held while no request runs, or None if nothing is."""
+    def settled(self) -> None:
+        """Runs steps without requests, after which everything that has ended is reported."""
         for _ in range(8):
             self.llm.llm_engine.step()
+
+    def nothing_held(self) -> str | None:
+        """Returns what is still held while no request runs, or None if nothing is."""
+        self.settled()
         side = self.side
         if side.requests or side.saving or side.loads:
             return f"requests {side.requests}, saves {side.saving}, loads {side.loads}"
@@ -367,12 +371,30 @@ class Checks:
         self.same("afterwards", answer(out), self.expected([0, 3, 1], "alone"))
 
     def refused(self, host: Host) -> None:
-        for wrong in ({"chunk_lengths": [21, 400]}, {"chunk_lengths": [21]}, {"chunk_lengths": None},
-                      {"chunk_mode": "sideways"}, {"chunk_lengths": None, "chunk_separator": [999999]}):
+        for wrong, named in (
+            ({"chunk_lengths": [21, 400]}, "the parts have 421 tokens and the prompt has 123"),
+            ({"chunk_lengths": [21]}, "of at least one chunk"),
+            ({"chunk_lengths": None}, "pass either chunk_lengths or chunk_separator"),
+            ({"chunk_mode": "sideways"}, "chunk_mode is 'sideways'; use 'alone'"),
+            ({"chunk_lengths": None, "chunk_separator": [999999]}, "occurs 0 times in the prompt"),
+            ({"Mode": "with-system"}, "the field Mode is unknown; did you mean chunk_mode?"),
+        ):
             (out,) = self.generate(host, self.case.prompt([0, 1], "alone", **wrong))
             self.same(f"{wrong} is answered without chunks", answer(out), self.expected([0, 1], "plain"))
-            reason = (out.kv_transfer_params or {}).get("chunk_error")
-            self.say(f"and says why: {reason}", None if reason else "it does not")
+            reason = (out.kv_transfer_params or {}).get("chunk_error", "")
+            self.say(f"and says why: {reason}", None if named in reason else f"it does not say {named}")
+
+    def without_system(self, host: Host) -> None:
+        """A prompt of documents alone, which also move to its beginning."""
+        own, self.case.system = self.case.system, []
+        for order in ([0, 1], [1, 0], [3, 1, 2]):
+            (out,) = self.generate(host, self.case.prompt(order, "alone"))
+            self.same(f"no system prompt, documents {order}", answer(out), self.expected(order, "alone"))
+        said, tokens = out.kv_transfer_params, sum(map(len, self.case.parts([3, 1, 2])))
+        self.say(f"all {tokens} tokens are chunks: {said}", None if said["chunk_tokens_reused"] + said["chunk_tokens_computed"] == tokens else "they are not")
+        (out,) = self.generate(host, self.case.prompt([1, 0], "alone"))
+        self.say("and found again", None if out.kv_transfer_params["chunk_tokens_computed"] == 0 else f"{out.kv_transfer_params}")
+        self.case.system = own
 
     def preempted(self, host: Host) -> None:
         before = host.counter("vllm:num_preemptions")
@@ -387,8 +409,9 @@ class Checks:
     def short_of_memory(self, host: Host) -> None:
         (out,) = self.generate(host, self.case.prompt([3, 2], "alone"))
         self.same("an arena too small for a chunk", answer(out), self.expected([3, 2], "plain"))
-        reason = (out.kv_transfer_params or {}).get("chunk_error")
-        self.say(f"says so: {reason}", None if reason else "it does not")
+        reason = (out.kv_transfer_params or {}).get("chunk_error", "")
+        named = "tokens of host memory, which holds 64; raise host_memory" in reason
+        self.say(f"says so: {reason}", None if named else "it does not")
         self.say("nothing stays held", host.nothing_held())
 
     def evicted(self, host: Host) -> None:
@@ -419,7 +442,7 @@ def main() -> None:
         host = Host(path, host_memory=128 * of_block, ranks=args.ranks)
         first = [checks.orders, checks.linked, checks.together]
         if args.ranks == 1:
-            first = [*first, checks.salts, checks.aborted, checks.broken, checks.refused]
+            first = [*first, checks.without_system, checks.salts, checks.aborted, checks.broken, checks.refused]
         for check in first:
             check(host)
         checks.say("nothing stays held", host.nothing_held())
@@ -436,10 +459,11 @@ def main() -> None:
         failures += checks.failures
         if args.ranks == 1:
             from check_pressure import PressureChecks
+            from check_resets import ResetChecks
 
-            pressure = PressureChecks(path)
-            pressure.all()
-            failures += pressure.failures
+            for more in (PressureChecks(path), ResetChecks(path)):
+                more.all()
+                failures += more.failures
     sys.exit(f"{failures} checks failed" if failures else 0)
 
 

@@ -157,9 +157,48 @@ class PrefixChecks(Checks):
         out, expected = self.ask(host, self.case.system, [3, 2, 1])
         self.same("afterwards", answer(out), expected)
 
+    def counts(self, host: Host) -> tuple[int, ...]:
+        host.settled()
+        return tuple(host.counter(f"vllm:kvcache_prefix_{name}") for name in ("tokens_found", "blocks_saved", "blocks_evicted"))
+
     def counted(self, host: Host) -> None:
-        found, saved = (host.counter(f"vllm:kvcache_prefix_{name}") for name in ("tokens_found", "blocks_saved"))
-        self.say(f"counted: {found} tokens found, {saved} blocks saved", None if found and saved else "nothing")
+        """The tier has nine blocks, and counts exactly what prompts find, save and take from others."""
+        long, short = self.case.text(9 * SIZE + 1), self.case.text(2 * SIZE + 1)
+        self.say("nothing is counted before the first request", None if self.counts(host) == (0, 0, 0) else f"{self.counts(host)}")
+        for what, tokens, expected in (
+            ("a prompt fills the tier", long, (0, 9, 0)),
+            ("another one takes two blocks", short, (0, 11, 2)),
+            ("it is found", short, (2 * SIZE, 11, 2)),
+            ("seven blocks of the first are found, and two are saved again", long, (9 * SIZE, 13, 4)),
+            ("all nine are found", long, (18 * SIZE, 13, 4)),
+        ):
+            self.asked(host, tokens)
+            got = self.counts(host)
+            self.say(f"{what}: {expected} tokens found, blocks saved and evicted", None if got == expected else f"{got} are counted")
+        host.llm.reset_prefix_cache(reset_connector=True)
+        got = self.counts(host)
+        self.say("a reset evicts nothing", None if got == (18 * SIZE, 13, 4) else f"{got} are counted")
+
+    def asked(self, host: Host, tokens: list[int], *, forgets: bool = True) -> int:
+        """Asks a prompt, which vLLM itself has forgotten unless ``forgets`` is false. Returns the number of tokens found."""
+        if forgets:
+            host.llm.reset_prefix_cache()
+        (out,) = self.generate(host, ({"prompt_token_ids": tokens}, self.case.prompt([0], "plain", count=1)[1]))
+        return out.num_cached_tokens
+
+    def renewed(self, host: Host) -> None:
+        """A prompt that vLLM has in its own blocks is renewed in the tier, which has nine blocks, while others come and go."""
+        hot = self.case.text(4 * SIZE + 1)
+        self.asked(host, hot)
+        before = host.counter("vllm:kvcache_prefix_tokens_found")
+        for _ in range(4):
+            self.asked(host, self.case.text(3 * SIZE + 1), forgets=False)
+            own = self.asked(host, hot, forgets=False)
+            self.say("vLLM has the prompt in its own blocks", None if own >= 3 * SIZE else f"it has {own} tokens")
+        fault = None if self.counts(host)[0] == before else "tokens were copied in"
+        self.say("the tier copies nothing in", fault)
+        found = self.asked(host, hot)
+        self.say("the tier still has all of it", None if found == 4 * SIZE else f"{found} tokens are found")
 
     def too_small(self, host: Host) -> None:
         """The tier has room for fewer blocks than the prompts have."""
@@ -167,24 +206,16 @@ class PrefixChecks(Checks):
             out, expected = self.ask(host, self.case.text(60), [i % 4, (i + 1) % 4])
             self.same(f"more than the tier holds, {i}", answer(out), expected)
         host.side.prefixes.pool.check_invariants()
-        self.leaves_from_its_end(host)
         evictions = host.side.prefixes.pool.counts()["evictions"]
         self.say(f"{evictions} blocks were evicted", None if evictions else "none was")
         self.say("nothing stays held", host.nothing_held())
 
-
     def leaves_from_its_end(self, host: Host) -> None:
         """A prompt takes all nine blocks of the tier, and another one takes two of them."""
-
-        def ask(tokens: list[int]) -> int:
-            host.llm.reset_prefix_cache()
-            (out,) = self.generate(host, ({"prompt_token_ids": tokens}, self.case.prompt([0], "plain", count=1)[1]))
-            return out.num_cached_tokens
-
         long = self.case.text(9 * SIZE + 1)
-        ask(long)
-        ask(self.case.text(2 * SIZE + 1))
-        left = ask(long)
+        self.asked(host, long)
+        self.asked(host, self.case.text(2 * SIZE + 1))
+        left = self.asked(host, long)
         self.say("a prompt leaves the tier from its end", None if left == 7 * SIZE else f"{left} of its tokens are found, and not {7 * SIZE}")
 
 
@@ -202,13 +233,22 @@ def main() -> None:
         if args.ranks == 1:
             checks.aborted_meanwhile(host)
             checks.broken_copies(host)
-        checks.counted(host)
         checks.say("nothing stays held", host.nothing_held())
         host.close()
         if args.ranks == 1:
             small = 9 * SIZE * token_bytes(checks.model.config, "float32")
             host = Host(path, host_memory="64MiB", blocks=24 * checks.tables, prefix_memory=small)
             checks.too_small(host)
+            host.close()
+            for policy in ("lru", "tiny-lfu", "s3-fifo", "priority"):
+                host = Host(path, host_memory="64MiB", blocks=24 * checks.tables, prefix_memory=small, cache_policy=policy)
+                checks.leaves_from_its_end(host)
+                host.llm.reset_prefix_cache(reset_connector=True)
+                if policy == "lru":
+                    checks.renewed(host)
+                host.close()
+            host = Host(path, host_memory="64MiB", blocks=24 * checks.tables, prefix_memory=small)
+            checks.counted(host)
             host.close()
             # Prompts take several steps, during which a window passes their first blocks.
             host = Host(path, host_memory="64MiB", blocks=24 * checks.tables, step_tokens=64, prefix_memory="16MiB")

@@ -1,5 +1,5 @@
-"""Checks the connector inside a real vLLM on a CPU under pressure: small limits, requests of several clients,
-resets. Run by ``check_connector.py``.
+"""Checks the connector inside a real vLLM on a CPU under pressure: small limits, and requests of several
+clients. Run by ``check_connector.py``.
 
 ``engine/kvpy/tests/test_pressure.py`` makes the same requests without vLLM.
 """
@@ -7,64 +7,26 @@ resets. Run by ``check_connector.py``.
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
-from check_connector import BLOCK, Checks, Host, answer, token_bytes
+from check_connector import BLOCK, Host, answer, token_bytes
 from safetensors.torch import save_file
+from steps import StepChecks
 from tiny import SIZE
 from transformers import GPT2Config, GPT2LMHeadModel, Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
 from vllm.config import KVEventsConfig
-from vllm.distributed.kv_events import MEDIUM_CPU
-from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored
 from vllm.lora.request import LoRARequest
 
 from kvcache.vllm import recompute
 
 
-class PressureChecks(Checks):
-    numbers = itertools.count()
-
-    def host(self, blocks_of_memory: int = 128, **settings) -> Host:
-        return Host(self.path, host_memory=blocks_of_memory * BLOCK * token_bytes(self.model.config, "float32"), **settings)
-
-    def bounded(self, host: Host, *asked, most: int = 200) -> list:
-        """Answers requests in at most ``most`` steps. Returns ``None`` for each request that has not ended."""
-        names, outs = [self.add(host, *one) for one in asked], {}
-        for _ in range(most):
-            if len(outs) == len(names):
-                break
-            outs |= self.step(host)
-        host.llm.llm_engine.abort_request([name for name in names if name not in outs])
-        return [outs.get(name) for name in names]
-
-    def add(self, host: Host, prompt: dict, sampling) -> str:
-        """Adds a request and returns its name."""
-        name = f"pressure-{next(self.numbers)}"
-        host.llm.llm_engine.add_request(name, prompt, sampling)
-        return name
-
-    def step(self, host: Host) -> dict[str, Any]:
-        """Runs a step, and returns the requests that have ended, by name."""
-        return {out.request_id: out for out in host.llm.llm_engine.step() if out.finished}
-
-    def rest(self, host: Host) -> dict[str, Any]:
-        """Runs steps until every request has ended."""
-        outs = {}
-        while host.llm.llm_engine.has_unfinished_requests():
-            outs |= self.step(host)
-        return outs
-
-    def told(self, host: Host, name: str) -> list[int] | None:
-        """Returns the answer tokens of a request so far; ``None`` if it has ended."""
-        # vLLM adds a suffix to the names of requests.
-        own = [request for key, request in host.scheduler.requests.items() if key.startswith(name)]
-        return list(own[0].output_token_ids) if own else None
-
+class PressureChecks(StepChecks):
     def encoded_once(self, host: Host, order: list[int]) -> None:
         """Checks that the parts of these documents were computed once, and nothing else."""
         tokens, computed = sum(map(len, self.case.parts(order))), host.side.chunks.cache.get_metrics().tokens_computed
@@ -102,16 +64,97 @@ class PressureChecks(Checks):
         host.close()
 
     def forged_salts(self) -> None:
-        """A client gives the salt of a request with chunks, which it has seen in vLLM's events."""
+        """A client gives the salt of a request with chunks, which it has seen in vLLM's events, or one that it could guess."""
         host = self.host()
         self.add(host, *self.case.prompt([0, 1], "alone"))
-        salt = next(one.request.cache_salt for one in host.side.requests.values() if one.chunks is not None)
+        seen = next(one.request.cache_salt for one in host.side.requests.values() if one.chunks is not None)
         self.rest(host)
+        ends = list(itertools.accumulate(map(len, self.case.parts([0, 1]))))
+        described = json.dumps(["kvcache chunks v2", None, "alone", "none", ends, []])
+        hashed = "kvcache:" + hashlib.sha256(described.encode()).hexdigest()
         prompt, sampling = self.case.prompt([0, 1], "plain")
-        (out,) = self.generate(host, ({**prompt, "cache_salt": salt}, sampling))
-        self.same("an ordinary request with the salt of one with chunks", answer(out), self.expected([0, 1], "plain"))
-        (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
-        self.same("a request with chunks after it", answer(out), self.expected([0, 1], "alone"))
+        for what, salt in (("seen", seen), ("beginning", "kvcache:"), ("zeros", "kvcache:" + "0" * 64), ("hash", hashed), ("number", "kvcache-mixed-0")):
+            (out,) = self.generate(host, ({**prompt, "cache_salt": salt}, sampling))
+            self.same(f"salts ({what}): an ordinary request with the salt of one with chunks", answer(out), self.expected([0, 1], "plain"))
+            (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
+            self.same("a request with chunks after it", answer(out), self.expected([0, 1], "alone"))
+            # Now the ordinary request comes first, and vLLM looks for its blocks when the one with chunks arrives.
+            host.llm.reset_prefix_cache()
+            (out,) = self.generate(host, ({**prompt, "cache_salt": salt}, sampling))
+            self.same("an ordinary request before any with chunks", answer(out), self.expected([0, 1], "plain"))
+            (out,) = self.generate(host, self.case.prompt([0, 1], "alone"))
+            self.same("a request with chunks finds nothing of it", answer(out), self.expected([0, 1], "alone"))
+        host.close()
+
+    def forged_ids(self) -> None:
+        """A client gives IDs of the connector's own requests: of one that has ended, of one that runs, and one that it could guess."""
+        host = self.host()
+        self.add(host, *self.case.prompt([0], "alone"))
+        ended = next(name for name in host.scheduler.requests if "encode" in name)
+        self.rest(host)
+        first = self.add(host, *self.case.prompt([1, 2], "alone"))
+        running = next(name for name in host.scheduler.requests if "encode" in name)
+        names = {name: order for name, order in ((ended, [3]), (running, [2, 3]), ("kvcache-encode-0", [3, 1]), ("kvcache-prefix-0", [0, 2]))}
+        for name, order in names.items():
+            host.llm.llm_engine.add_request(name, *self.case.prompt(order, "alone"))
+        outs = self.rest(host)
+        self.same("a request whose encodes have IDs that a client gives", answer(outs[first]), self.expected([1, 2], "alone"))
+        for name, order in names.items():
+            self.same(f"the ID {name.rpartition('-')[0]}-…", answer(outs[name]), self.expected(order, "alone"))
+        self.say("nothing stays held", host.nothing_held())
+        host.close()
+
+    def tenants(self) -> None:
+        """Clients with different salts, and clients without one, reuse nothing of each other."""
+        host = self.host()
+        tokens = sum(map(len, self.case.parts([0, 1])))
+        prompt, sampling = self.case.prompt([0, 1], "alone")
+        for salt, reused in (("alice", 0), ("alice", tokens), ("bob", 0), (None, 0), ("bob", tokens), (None, tokens), ("alice", tokens)):
+            host.llm.reset_prefix_cache()
+            (out,) = self.generate(host, ({**prompt, "cache_salt": salt} if salt else prompt, sampling))
+            self.same(f"chunks of {salt}", answer(out), self.expected([0, 1], "alone"))
+            got = out.kv_transfer_params["chunk_tokens_reused"]
+            self.say(f"{reused} of its {tokens} tokens are reused", None if got == reused else f"{got} are")
+        host.close()
+
+    def blocks_of_events(self, batches: list, known: set) -> tuple[int, int, str | None]:
+        """Follows the tier's events as a router does, with the blocks that it ``known``. Returns the number of blocks stored
+        and removed, and what is wrong."""
+        stored = removed = 0
+        fault = None
+        for event in (event for batch in batches for event in batch.events if getattr(event, "medium", None) == MEDIUM_CPU):
+            blocks = set(event.block_hashes)
+            if isinstance(event, BlockStored):
+                fault = fault or ("a block is stored twice" if known & blocks else None)
+                known |= blocks
+                stored += len(blocks)
+            elif isinstance(event, BlockRemoved):
+                fault = fault or (None if blocks <= known else "a block is removed that was never stored")
+                known -= blocks
+                removed += len(blocks)
+        batches.clear()
+        return stored, removed, fault
+
+    def events_of_removal(self) -> None:
+        """Routers are told which blocks leave the tier, because others need their room, and in a reset."""
+        if self.model.config.model_type != "llama":
+            return
+        published = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+        small = 9 * BLOCK * token_bytes(self.model.config, "float32")
+        host, batches, known = self.host(prefix_memory=small, options={"kv_events_config": published}), [], set()
+        host.scheduler.kv_event_publisher.publish = batches.append
+        counts = host.side.prefixes.pool.counts
+        for what, blocks, expected in (("a prompt fills the tier", 9, (9, 0)), ("another one takes room", 2, (2, 2)), ("and another", 4, (4, 4))):
+            _, sampling = self.case.prompt([0], "plain", count=1)
+            self.generate(host, ({"prompt_token_ids": self.case.text(blocks * BLOCK + 1)}, sampling))
+            host.nothing_held()
+            stored, removed, fault = self.blocks_of_events(batches, known)
+            fault = fault or (None if (stored, removed) == expected and len(known) == counts()["cached"] else f"{stored}, {removed}, {len(known)} known")
+            self.say(f"{what}: {expected[0]} blocks are stored and {expected[1]} removed", fault)
+        host.llm.reset_prefix_cache(reset_connector=True)
+        host.nothing_held()
+        stored, removed, fault = self.blocks_of_events(batches, known)
+        self.say("a reset removes all nine", fault or (None if (stored, removed, known) == (0, 9, set()) else f"{stored} stored, {removed} removed"))
         host.close()
 
     def events(self) -> None:
@@ -125,10 +168,12 @@ class PressureChecks(Checks):
             self.generate(host, self.case.prompt([0, 1], mode))
             host.llm.reset_prefix_cache()
         events, secret = [event for batch in batches for event in batch.events], host.side.names.secret
-        of_tier = sum(len(event.block_hashes) for event in events if getattr(event, "medium", None) == MEDIUM_CPU)
-        expected = len(self.case.prompt([0, 1], "plain")[0]["prompt_token_ids"]) // BLOCK
-        self.say("routers are told of the tier's blocks", None if of_tier >= expected > 0 else f"of {of_tier} instead of {expected}")
         told = repr(events)
+        stored, removed, fault = self.blocks_of_events(batches, set())
+        expected = len(self.case.prompt([0, 1], "plain")[0]["prompt_token_ids"]) // BLOCK
+        # The answer fills a block, too.
+        fault = fault or (None if stored > expected > 0 == removed else f"{stored} instead of {expected}, and {removed} removed")
+        self.say("routers are told of the tier's blocks", fault)
         # vLLM publishes the salts themselves, so the check would see a secret in them.
         self.say("vLLM's events show the salts of the connector", None if "kvcache:" in told else "they do not, so the next check shows nothing")
         forms = (repr(secret)[2:-1], secret.hex(), base64.b64encode(secret).decode()[:40])
@@ -149,97 +194,6 @@ class PressureChecks(Checks):
         for order, name in zip(orders, names):
             self.same(f"memory for one of three, documents {order}", answer(outs[name]), self.expected(order, "alone", 60))
         self.say("nothing stays held", host.nothing_held())
-        host.close()
-
-    def resets(self) -> None:
-        """New weights while a request with chunks is in any state: its answer goes on with the new ones."""
-        host = self.host(prefix_memory="8MiB")
-        engine = host.llm.llm_engine
-        core, weights = engine.engine_core.engine_core, get_kv_transfer_group()._worker.recomputer.runner.model
-        fault = None
-        refused = 0
-        for steps in range(1, 8):
-            outs, modes = {}, {}
-            for mode in ("alone", "plain"):
-                modes[self.add(host, *self.case.prompt([0, 1], mode, count=12))] = mode
-            for _ in range(steps):
-                outs |= self.step(host)
-            while True:
-                before = {name: self.told(host, name) for name in modes}
-                try:
-                    core.pause_scheduler(mode="keep", clear_cache=True)
-                    break
-                except RuntimeError as error:
-                    # While rows are being copied in, vLLM itself refuses, however often it is asked without a step.
-                    if "remote KV transfer" not in str(error) or refused > 50:
-                        raise
-                    refused += 1
-                core.resume_scheduler()
-                outs |= self.step(host)
-            for parameter in weights.parameters():
-                if parameter.dim() == 1:
-                    parameter.data.mul_(1.25)
-            core.resume_scheduler()
-            outs |= self.rest(host)
-            for name, old in before.items():
-                if old is None:
-                    continue
-                got = list(outs[name].outputs[0].token_ids)
-                prompt, sampling = self.case.prompt([0, 1], modes[name], count=12 - len(old))
-                prompt["prompt_token_ids"] = [*prompt["prompt_token_ids"], *old]
-                prompt["cache_salt"] = "apart"
-                (fresh,) = self.generate(host, (prompt, sampling))
-                right = [*old, *fresh.outputs[0].token_ids]
-                fault = fault or (None if got == right else f"{modes[name]} after {steps} steps: {got} instead of {right}")
-        self.say(f"seven pauses succeed, after {refused} that vLLM refused", None if refused > 0 else "none met a copy under way")
-        self.say("answers go on with the new weights", fault)
-        self.say("nothing stays held", host.nothing_held())
-        host.close()
-
-    def kept_from_others(self) -> None:
-        """New weights without a preemption: a request goes on over its old blocks, and nobody else finds them."""
-        host = self.host(prefix_memory="8MiB")
-        weights = get_kv_transfer_group()._worker.recomputer.runner.model
-        for mode in ("alone", "plain"):
-            name = self.add(host, *self.case.prompt([0, 1], mode, count=80))
-            while len(self.told(host, name)) < 4:
-                self.step(host)
-            kept = host.llm.reset_prefix_cache(reset_connector=True)
-            self.say(f"{mode}: vLLM keeps its own cache", "it does not" if kept else None)
-            for parameter in weights.parameters():
-                if parameter.dim() == 1:
-                    parameter.data.mul_(1.25)
-            said = list(self.rest(host)[name].outputs[0].token_ids)
-            prompt, sampling = self.case.prompt([0, 1], mode, count=4)
-            prompt["prompt_token_ids"] = [*prompt["prompt_token_ids"], *said]
-            (fresh,) = self.generate(host, ({**prompt, "cache_salt": f"apart-{mode}"}, sampling))
-            for where in ("once", "again", "from the tier"):
-                if where == "from the tier":
-                    host.llm.reset_prefix_cache()
-                (out,) = self.generate(host, (prompt, sampling))
-                self.same(f"{mode}: a conversation that goes on after it, {where}", answer(out), answer(fresh))
-        self.say("nothing stays held", host.nothing_held())
-        host.close()
-
-    def idle(self) -> None:
-        """vLLM is idle after a reset, and its metrics are right all the same."""
-        host = self.host(prefix_memory="8MiB")
-        for mode in ("alone", "plain"):
-            self.generate(host, self.case.prompt([0, 1], mode))
-        names = ("vllm:kvcache_chunk_memory_usage_perc", "vllm:kvcache_prefix_memory_usage_perc")
-
-        def gauges() -> list[float]:
-            return [one.value for name in names for one in host.llm.get_metrics() if one.name == name]
-
-        before = gauges()
-        self.say("vLLM says that it has reset its caches", None if host.llm.reset_prefix_cache(reset_connector=True) else "it does not")
-        steps = 0
-        # As vLLM's loop does.
-        while host.scheduler.has_requests() and steps < 5:
-            host.llm.llm_engine.step()
-            steps += 1
-        right = min(before) > 0 and steps == 1 and gauges() == [0.0, 0.0]
-        self.say("the gauges follow a reset of an idle vLLM", None if right else f"{before}, then {gauges()} after {steps} steps")
         host.close()
 
     def own_blocks(self) -> None:
@@ -338,6 +292,29 @@ class PressureChecks(Checks):
             host.llm.reset_prefix_cache(reset_connector=True)
         host.nothing_held()
         self.say("aborted requests are counted nowhere", None if counts() == before else f"{counts()} after {before}")
+        host.close()
+        self.counted_evictions()
+        self.counted_refusals()
+
+    def counted_evictions(self) -> None:
+        """The memory has five blocks: the system prompt has one, and the documents have two, two, three and three."""
+        host = self.host(5)
+        for document, expected in ((0, 0), (1, 0), (2, 2), (2, 2), (0, 3), (1, 3), (2, 5)):
+            host.llm.reset_prefix_cache()
+            self.generate(host, self.case.prompt([document], "alone"))
+            host.settled()
+            got = host.counter("vllm:kvcache_chunk_evictions")
+            self.say(f"document {document}: {expected} pieces were evicted so far", None if got == expected else f"{got} are counted")
+        host.close()
+
+    def counted_refusals(self) -> None:
+        host = self.host()
+        wrong = ({"chunk_lengths": [21, 400]}, {"chunk_lengths": [21]}, {"chunk_mode": "sideways"}, {})
+        for number, changes in enumerate(wrong, start=1):
+            (out,) = self.generate(host, self.case.prompt([0, 1], "alone", **changes))
+            host.settled()
+            expected, got = min(number, 3), host.counter("vllm:kvcache_chunk_requests_refused")
+            self.say(f"{expected} requests were refused so far", None if got == expected else f"{got} are counted")
         host.close()
 
     def adapters(self) -> None:
@@ -448,11 +425,11 @@ class PressureChecks(Checks):
         self.few_pieces()
         self.full_index()
         self.forged_salts()
+        self.forged_ids()
+        self.tenants()
         self.events()
+        self.events_of_removal()
         self.holds_end()
-        self.resets()
-        self.kept_from_others()
-        self.idle()
         self.own_blocks()
         self.chosen()
         self.slices()

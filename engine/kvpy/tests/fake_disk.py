@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import ROW, SIZE, Engine, Roomy, context
+from fake_engine import ROW, SIZE, Engine, context
 from fake_offloading import model_in
+from roomy import Roomy
 
 ROOMY = Roomy()
 LENGTHS = [20, 30, 40]
@@ -54,7 +55,7 @@ class Disk:
         engine.ask(name, tokens, salt=salt, count=count, **params)
         engine.run()
         got, said = engine.answers[name]
-        assert got == ROOMY.answer(tokens, count, context(engine.weights, None, {}), params or None), f"{params}, {said}"
+        assert got == ROOMY.answer(tokens, count, context(engine.weights, None, {}, salt), params or None), f"{params}, {said}"
         return said
 
     @property

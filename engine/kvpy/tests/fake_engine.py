@@ -10,7 +10,6 @@ A sampled token is a hash of the values that the request's blocks contain, so a 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections import deque
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from fake_blocks import SIZE, Blocks
-from fake_model import FakeModel, FakeRecomputer, choice, chunk_at, provide
+from fake_model import FakeModel, FakeRecomputer, provide
 from replay import Runner, configs
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -30,7 +29,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvcache import Ropes
 from kvcache.vllm import ChunkConnector
-from kvcache.vllm.prompt import plan_of
 
 VOCAB = 500
 MODEL = {
@@ -149,7 +147,7 @@ class Engine(SchedulerInterface):
         self.model = FakeModel(Ropes(json.dumps(model), positions), groups, blocks, 1, SIZE, 32)
         self.windows = windows
         self.recomputer = FakeRecomputer(self.model)
-        self.recomputer.context = lambda: context(self.weights, None, self.adapters)
+        self.recomputer.context = self._context_of
         provide(monkeypatch, self.recomputer)
         self.kv_cache_manager = Blocks(blocks, windows)
         self.step_tokens, self.max_running = step_tokens, max_running
@@ -166,6 +164,8 @@ class Engine(SchedulerInterface):
         """The version of each adapter's files, by name."""
         self.clients: list[str] = []
         """The name of each client's request. Its index is the number of the client."""
+        self.salts: list[str | None] = []
+        """The salt that each client gave."""
         self.answers: dict[str, tuple[list[int], dict[str, Any] | None]] = {}
         """The tokens of each request that has ended, and what the connector says about it."""
         self.aborted: set[str] = set()
@@ -183,6 +183,8 @@ class Engine(SchedulerInterface):
         """The tokens of ordinary prompts that have been copied in, also for requests that were aborted."""
         self.failing: Callable[[], bool] = lambda: False
         """Returns whether the next copy into the engine's blocks fails."""
+        self.failing_saves: Callable[[], bool] = lambda: False
+        """Returns whether the next copy to host memory fails."""
         self.broken: dict[str, int] = {}
         """The requests with a copy that failed, each with the number of tokens before it that it keeps until it is
         preempted."""
@@ -193,15 +195,22 @@ class Engine(SchedulerInterface):
         for name in ("arena", "prefixes"):
             arena = getattr(self.worker._worker, name)
             if arena is not None:
-                setattr(self.worker._worker, name, SimpleNamespace(load=self._breakable(arena.load), save=arena.save, own=arena))
+                setattr(self.worker._worker, name, self._breakable(arena))
 
-    def _breakable(self, load: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any) -> None:
+    def _breakable(self, arena: Any) -> Any:
+        """Returns an arena whose copies fail when the engine says so."""
+
+        def load(*args: Any) -> None:
             if self.failing():
                 raise OSError("the copy failed")
-            load(*args)
+            arena.load(*args)
 
-        return run
+        def save(*args: Any) -> None:
+            if self.failing_saves():
+                raise OSError("the copy to host memory failed")
+            arena.save(*args)
+
+        return SimpleNamespace(load=load, save=save, own=arena)
 
     @property
     def side(self) -> Any:
@@ -210,6 +219,10 @@ class Engine(SchedulerInterface):
     @property
     def disk(self) -> Any:
         return self.worker._worker.disk
+
+    def salt_of(self, name: str) -> str | None:
+        """Returns the salt that a client gave for a request."""
+        return next(salt for client, salt in zip(self.clients[::-1], self.salts[::-1]) if client == name)
 
     def close(self) -> None:
         """Ends the process."""
@@ -231,6 +244,7 @@ class Engine(SchedulerInterface):
         sampling = SamplingParams(max_tokens=count, extra_args={"kv_transfer_params": params} if params else None)
         # Requests of the connector have the client of the request that they are for.
         self.clients.append(name)
+        self.salts.append(salt)
         self.add_request(Request(name, list(tokens), sampling, None, len(self.clients) - 1, adapter, salt, 0, hasher))
 
     def add_request(self, request: Request) -> None:
@@ -502,9 +516,16 @@ class Engine(SchedulerInterface):
     # The model.
 
     def context(self, request: Request) -> tuple[int, ...]:
-        """Returns what rows depend on besides tokens: the weights and the adapter."""
+        """Returns what rows depend on besides tokens: the weights, the adapter and, unlike in vLLM, the client's salt, so
+        that a client who gets another one's rows gets a wrong answer."""
         lora = request.lora_request
-        return context(self.weights, lora.lora_name if lora else None, self.adapters)
+        return context(self.weights, lora.lora_name if lora else None, self.adapters, self.salts[request.client_index])
+
+    def _context_of(self, again: Any) -> tuple[int, ...]:
+        """Returns what the rows of a request depend on that is recomputed."""
+        tables = self.kv_cache_manager.tables
+        name = next(name for name, (table, *_) in tables.items() if table[: len(again.table)] == again.table)
+        return self.context(self.requests[name])
 
     def _forward(self, scheduled: dict[str, int], before: dict[str, int]) -> dict[str, int]:
         """Computes a step's tokens. Returns the tokens that are sampled."""
@@ -519,74 +540,14 @@ class Engine(SchedulerInterface):
         return sampled
 
 
-def context(weights: int, adapter: str | None, versions: dict[str, int]) -> tuple[int, ...]:
+def context(weights: int, adapter: str | None, versions: dict[str, int], salt: str | None = None) -> tuple[int, ...]:
     """Returns numbers that no token has, for everything that rows depend on besides tokens."""
     number = -1 if adapter is None else -2 - sorted(versions).index(adapter) - 100 * versions[adapter]
-    return (-1 - weights, number)
+    of_salt = int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=3).digest(), "little") + 1 if salt else 0
+    return (-1 - weights, number, -1 - of_salt)
 
 
 def sample(values: list[np.ndarray]) -> int:
     """Returns the token that follows tokens with these values in each group of layers."""
     seen = b"".join(of_group.tobytes() for of_group in values)
     return int.from_bytes(hashlib.blake2b(seen, digest_size=4).digest(), "little") % VOCAB
-
-
-class Roomy:
-    """The answers of an engine with room for everything, which asks one request at a time: the values follow
-    from what each token has seen."""
-
-    def __init__(self, windows: Sequence[int | None] = FULL) -> None:
-        positions = 8192
-        model, groups = model_of(windows)
-        ropes = Ropes(json.dumps({**model, "max_position_embeddings": positions}), positions)
-        self.model, self.windows = FakeModel(ropes, groups, 1, 1, SIZE, 32), windows
-        self.known: dict[Any, list[int]] = {}
-
-    def answer(
-        self, prompt: list[int], count: int, where: tuple[int, ...], params: dict[str, Any] | None, told: Sequence[int] = ()
-    ) -> list[int]:
-        """Returns ``count`` tokens of an answer that begins with ``told``."""
-        key = (tuple(prompt), tuple(told), count, where, json.dumps(params, sort_keys=True))
-        if key not in self.known:
-            tokens, values = list(prompt), [self._values(prompt, position, where, params) for position in range(len(prompt))]
-            for number in range(len(told) + count):
-                tokens.append(told[number] if number < len(told) else sample(self._seen(values)))
-                values.append(self.model.rows((*where, *tokens), len(tokens) - 1)[1])
-            self.known[key] = tokens[len(prompt) + len(told) :]
-        return self.known[key]
-
-    def _values(self, prompt: list[int], position: int, where: tuple[int, ...], params: dict[str, Any] | None) -> np.ndarray:
-        return self.model.rows((*where, *seen(prompt, position, params)), position)[1]
-
-    def _seen(self, values: list[np.ndarray]) -> list[np.ndarray]:
-        """Returns the values of the tokens that a next token sees in the first layer of each group."""
-        firsts = [layers[0] for layers in self.model.groups]
-        return [np.array([of_token[layer] for of_token in values[-(window or 0) :]]) for layer, window in zip(firsts, self.windows)]
-
-
-def seen(prompt: list[int], position: int, params: dict[str, Any] | None) -> list[int]:
-    """Returns the tokens that a token of a prompt sees, up to and including itself."""
-    everything = prompt[: position + 1]
-    # A copy may have failed, so that only the tokens before it are as the request asks.
-    if not params or position >= params.get("until", len(prompt)):
-        return everything
-    lengths, mode, again = params["chunk_lengths"], params.get("chunk_mode", "alone"), params.get("chunk_recompute", "none")
-    system, found = lengths[0], chunk_at(lengths, position)
-    if found is None:
-        return everything
-    number, start = found
-    if again.startswith("question:") and position in _chosen(tuple(prompt), json.dumps(params)):
-        return everything
-    if again.startswith("link:") and position < start + int(again[5:]) and (mode != "with-system" or number > 0):
-        return everything
-    before = {"alone": 0, "with-system": system}.get(mode)
-    before = min(int(mode[5:]), system) if before is None else before
-    return [*prompt[:before], *prompt[start : position + 1]]
-
-
-@functools.cache
-def _chosen(prompt: tuple[int, ...], params: str) -> set[int]:
-    """Returns the tokens that the question of a prompt chooses."""
-    plan = plan_of(json.loads(params), prompt)
-    places = [place for part in plan.apart() for place in range(part.start, part.end)]
-    return set(choice(list(prompt), plan.question_start, places, plan.chosen_tokens()))

@@ -8,10 +8,11 @@ rotated to its position. The tokens that a token saw therefore determine its byt
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -130,30 +131,50 @@ def provide(monkeypatch: Any, recomputer: Any) -> None:
     monkeypatch.setitem(sys.modules, "kvcache.vllm.recompute", module)
 
 
-def choice(tokens: list[int], question_start: int, places: list[int], count: int) -> list[int]:
-    """Returns the ``count`` places that a question chooses. Every token of the question matters."""
-    question = tuple(tokens[question_start:])
-    return sorted(sorted(places, key=lambda place: hashlib.blake2b(repr((question, place)).encode()).digest())[:count])
+def choice(where: tuple[int, ...], tokens: list[int], question_start: int, places: list[int], count: int) -> list[int]:
+    """Returns the ``count`` places that a question chooses. Every token of the question matters, and ``where``: what rows
+    depend on besides tokens."""
+    seen = (where, tuple(tokens[question_start:]))
+    return sorted(sorted(places, key=lambda place: hashlib.blake2b(repr((*seen, place)).encode()).digest())[:count])
 
 
-class FakeRecomputer:
-    """Recomputes tokens, which see everything before them."""
+def recomputer() -> type:
+    """Returns the recomputer of the connector, also without torch."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    if not has_torch:
+        sys.modules["torch"] = ModuleType("torch")
+    try:
+        return importlib.import_module("kvcache.vllm.recompute").Recomputer
+    finally:
+        if not has_torch:
+            del sys.modules["torch"]
+
+
+class FakeRecomputer(recomputer()):
+    """The connector's recomputer over the fake model, which takes the place of everything that needs torch. Recomputed
+    tokens see everything before them."""
 
     def __init__(self, model: FakeModel) -> None:
+        super().__init__(None, None, [], [], "", model.size, None)
         self.model = model
-        self.context: Callable[[], tuple[int, ...]] = tuple
-        """Returns what rows depend on besides tokens."""
-        self.chosen: dict[tuple[int, ...], set[int]] = {}
+        self.context: Callable[[Any], tuple[int, ...]] = lambda _: ()
+        """Returns what the rows of an order depend on besides tokens."""
+        self.where: tuple[int, ...] = ()
+        self.places: dict[tuple[int, ...], set[int]] = {}
         """The positions that a question has chosen, by prompt."""
 
-    def forget(self) -> None:
-        self.chosen.clear()
-
     def run(self, again: Any) -> None:
-        places = [place for start, end in again.runs for place in range(start, end)]
         if again.chosen is not None:
             assert sum(target[2] for _, target, _ in again.rows) == again.question_start, "a question chooses among all rows"
-            places = choice(again.tokens, again.question_start, places, again.chosen)
-            self.chosen.setdefault(tuple(again.tokens), set()).update(places)
-        for place in (place for place in places if place >= again.first):
-            self.model.write([again.table], place, (*self.context(), *again.tokens[: place + 1]))
+        self.where = self.context(again)
+        super().run(again)
+
+    def chosen(self, again: Any) -> list[tuple[int, int]]:
+        among = [place for start, end in again.runs for place in range(start, end)]
+        places = choice(self.where, again.tokens, again.question_start, among, again.chosen)
+        self.places.setdefault(tuple(again.tokens), set()).update(places)
+        return [(place, place + 1) for place in places]
+
+    def forward(self, tokens: list[int], table: list[int], runs: list[tuple[int, int]]) -> None:
+        for place in (place for start, end in runs for place in range(start, end)):
+            self.model.write([table], place, (*self.where, *tokens[: place + 1]))

@@ -23,6 +23,9 @@ class Ledger:
         self.computed: dict[str, dict[Any, int]] = {}
         """The number of tokens of each piece that was computed for a request before it ran, by client."""
         self.saved_pieces = self.cleared_pieces = 0
+        self.there: dict[Any, int] = {}
+        """The pieces that must be in host memory, each with its number of blocks: none has been evicted since they were saved."""
+        self.evictions = self.saved_while_all_are_there = 0
         self.blocks: set[int] = set()
         """The blocks of the tier that were written since the last reset."""
         self.saved_blocks = self.overwritten_blocks = 0
@@ -91,13 +94,37 @@ class Ledger:
         table = self.engine.kv_cache_manager.tables[name][0]
         first = table.index(source[0][0]) * SIZE + source[1]
         piece = (tuple(encode.prompt_token_ids[: first + count]), first)
+        self.has_left()
+        where = self.engine.context(encode)
+        assert (where, piece) not in self.there, "a piece is computed again, although host memory has it"
+        self.there[where, piece] = -(-count // SIZE)
+        self.saved_while_all_are_there += len(self.there) > 1
         client = self.engine.clients[encode.client_index]
         if client not in self.engine.ran:
             self.computed.setdefault(client, {})[piece] = count
 
+    def has_left(self) -> None:
+        """Forgets which pieces are in host memory if any of them may have left it."""
+        left = self.engine.side.chunks.cache.get_metrics().evictions + self.unkept
+        if left != self.evictions:
+            self.evictions = left
+            self.there.clear()
+
+    def check_gauges(self, gauges: dict[str, float]) -> None:
+        """Checks how much memory is said to be used, once no request runs."""
+        shape = self.engine.side.chunks.shape
+        if shape.prefix_blocks > 0:
+            assert gauges["prefix_memory_usage_perc"] == pytest.approx(len(self.blocks) / shape.prefix_blocks)
+        self.has_left()
+        used = sum(self.there.values())
+        if self.evictions == 0:
+            assert gauges["chunk_memory_usage_perc"] == pytest.approx(used / shape.num_blocks)
+        assert used / shape.num_blocks - 1e-9 <= gauges["chunk_memory_usage_perc"] <= 1
+
     def reset(self, kept: int) -> None:
         """Notes that the connector has forgotten everything, also the ``kept`` pieces that it had."""
         self.cleared_pieces += kept
+        self.there.clear()
         self.blocks.clear()
         self.kept.clear()
 
@@ -108,6 +135,7 @@ class Ledger:
             "evictions of pieces": self.lost_pieces(self.engine.side.chunks.cache.get_metrics().cached_chunks),
             "evictions of blocks": self.overwritten_blocks,
             "pieces used and not kept": self.unkept,
+            "pieces saved while nothing has left": self.saved_while_all_are_there,
             "failed copies": len(self.engine.broken),
             "failed copies after own blocks": sum(first > 0 for first in self.engine.broken.values()),
         }

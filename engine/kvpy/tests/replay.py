@@ -300,7 +300,7 @@ class Replay:
         apart = mode != "with-system" or number > 0
         if again.startswith("link:") and apart and position < start + int(again[5:]):
             return everything
-        chosen = self.recomputer.chosen.get(tuple(request.prompt_token_ids), ())
+        chosen = self.recomputer.places.get(tuple(request.prompt_token_ids), ())
         if again.startswith("question:") and float(again[9:]) > 0 and position in chosen:
             return everything
         before = int(mode[5:]) if mode.startswith("sink:") else 0 if mode == "alone" else system

@@ -7,7 +7,8 @@ import pathlib
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import ROW, SIZE, Engine, Roomy, context
+from fake_engine import ROW, SIZE, Engine, context
+from roomy import Roomy
 from test_pressure import prompt
 
 ROOMY = Roomy()

@@ -80,6 +80,7 @@ def test_rows_that_one_rank_could_not_save_are_given_up(monkeypatch: pytest.Monk
     side.saved({"encode": 1, first.name: 1, second.name: 2})
     assert encode.is_over and not side.saving and not side.prefixes.saving
     assert "could not be copied to host memory" in side.requests["chunks"].refused
+    assert side.prefixes.pool.counts()["cached"] == 0, "the second block is kept without the first one"
     matched = side.prefixes.matched
     assert matched(plain, 0) == matched(plain, 32) == (0, False), "the second block cannot be found without the first one"
     for tracked in list(side.requests.values()):

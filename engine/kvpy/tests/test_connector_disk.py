@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import vllm
 from fake_disk import LENGTHS, Disk, disk, missed, nothing_held_but_the_disk, reused, settle, usage  # noqa: F401
-from fake_engine import ROW, SIZE, Engine, Roomy, context
+from fake_engine import ROW, SIZE, Engine, context
 from fake_offloading import model_in
+from roomy import Roomy
 from test_pressure import nothing_held, prompt
 
 from kvcache.vllm.disk.asks import Asks

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from fake_disk import LENGTHS, MIB, Disk, Hanging, disk, missed, nothing_held_but_the_disk, reused, settle, usage  # noqa: F401
-from fake_engine import ROW, SIZE, Engine, Roomy, context
+from fake_engine import ROW, SIZE, Engine, context
 from killing import killed_after
+from roomy import Roomy
 from test_pressure import prompt
 
 from kvcache import KvCacheError

@@ -10,8 +10,9 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import ROW, SIZE, Engine, Roomy, context, model_of, seen, spec_of
+from fake_engine import ROW, SIZE, Engine, context, model_of, spec_of
 from replay import configs
+from roomy import Roomy, seen
 from test_pressure import nothing_held
 from traffic import finish
 
@@ -48,7 +49,7 @@ def with_chunks(order: tuple[int, ...], mode: str, **more: str) -> tuple[list[in
 def answered(engine: Engine, name: str, tokens: list[int]) -> None:
     """Checks that a request was answered as in an engine with room for everything."""
     got = engine.answers[name][0]
-    assert got == ROOMIES[engine.windows].answer(tokens, len(got), context(engine.weights, None, {}), None), name
+    assert got == ROOMIES[engine.windows].answer(tokens, len(got), context(engine.weights, None, {}, engine.salt_of(name)), None), name
 
 
 @windows_of
@@ -232,7 +233,7 @@ class Traffic:
         for name in (set(self.engine.answers) & set(self.asked)) - ended - self.engine.aborted - self.changed:
             (got, said), (tokens, params) = self.engine.answers[name], self.asked[name]
             served = params if params and "chunk_error" not in said else None
-            assert got == ROOMIES[self.engine.windows].answer(tokens, len(got), context(weights, None, {}), served), name
+            assert got == ROOMIES[self.engine.windows].answer(tokens, len(got), context(weights, None, {}, self.engine.salt_of(name)), served), name
 
 
 @pytest.mark.parametrize("seed", range(2 * len(WINDOWS)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from fake_engine import ROW, SIZE, Engine
 from test_pressure import answers, nothing_held, prompt
@@ -21,7 +23,6 @@ HELD = 24 + 32 + 40
         {"max_chunk_tokens": SIZE, "max_chunks": 24},
         {"host_memory": 2 * HELD * ROW},
         {"host_memory": 2 * HELD * ROW, "max_chunks": 6},
-        {"prefix_memory": 2 * HELD * ROW},
         # Both run at once: 90 tokens, a question of 6 and an answer of 8.
         {"blocks": 1 + 2 * 13},
         {"max_running": 2},
@@ -65,7 +66,7 @@ def test_two_ordinary_prompts_that_fill_the_tier_exactly_are_both_found(monkeypa
 
 
 @pytest.mark.parametrize("recompute", ["none", "link:4", "question:0.5", None])
-@pytest.mark.parametrize("settings", [{}, {"step_tokens": 16}, {"host_memory": HELD * ROW}, {"blocks": 20}])
+@pytest.mark.parametrize("settings", [{}, {"step_tokens": 16}, {"host_memory": HELD * ROW}, {"blocks": 20}, {"blocks": 24}, {"blocks": 26}])
 @pytest.mark.parametrize("whom", ["first", "both", "encode"])
 def test_aborts_in_every_state_leave_nothing_and_harm_nobody(whom: str, settings: dict, recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests share a chunk, or the memory, or vLLM's blocks, and a third one comes afterwards."""
@@ -89,7 +90,35 @@ def test_aborts_in_every_state_leave_nothing_and_harm_nobody(whom: str, settings
         answers(engine, asked)
         nothing_held(engine)
     if whom == "encode":
-        assert bool(states) == bool(recompute), "only chunks are encoded"
+        reached = {"WAITING"} | ({"RUNNING"} if settings == {"step_tokens": 16} else set())
+        assert {status for status, _ in states} == (reached if recompute else set()), "only chunks are encoded"
     else:
         assert {status for status, _ in states} >= {"WAITING", "RUNNING"}
         assert ("WAITING_FOR_REMOTE_KVS", True) in states or recompute != "none"
+        # Both run at first, and their answers need one block too many. Ordinary prompts share blocks.
+        preempts = whom == "both" and settings == {"blocks": 26 if recompute else 24}
+        assert any(status == "PREEMPTED" for status, _ in states) or not preempts
+
+
+@pytest.mark.parametrize("recompute", ["none", "link:4", "question:0.5"])
+@pytest.mark.parametrize("settings", [{}, {"step_tokens": 16}, {"max_chunk_tokens": SIZE}, {"host_memory": HELD * ROW}])
+@pytest.mark.parametrize("failed", range(6))
+def test_chunks_that_could_not_be_saved_are_computed_by_the_engine(failed: int, settings: dict, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save with the number ``failed`` fails, of two requests that share the system prompt. A third one comes afterwards."""
+    engine, saves, asked = Engine(monkeypatch, **settings), itertools.count(), {}
+    engine.failing_saves = lambda: next(saves) == failed
+    params = {"chunk_lengths": LENGTHS, "chunk_recompute": recompute}
+    asked["first"] = (prompt(LENGTHS), params)
+    asked["second"] = ([*range(10, 30), *range(200, 270), 3, 4], params)
+    for name, (tokens, _) in asked.items():
+        engine.ask(name, tokens, count=4, **params)
+    engine.run(300)
+    refused = tuple(name for name in asked if "chunk_error" in engine.answers[name][1])
+    # With one encode for each part, there are five saves.
+    assert bool(refused) == (failed < next(saves)), "whoever waits for the rows goes on without them"
+    assert all("could not be copied to host memory" in engine.answers[name][1]["chunk_error"] for name in refused)
+    answers(engine, asked, refused=refused)
+    engine.ask("after", asked["first"][0], **params)
+    engine.run(100)
+    answers(engine, {"after": asked["first"]})
+    nothing_held(engine)

@@ -6,9 +6,10 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import ROW, SIZE, Engine, Roomy, context, model_of, spec_of
+from fake_engine import ROW, SIZE, Engine, context, model_of, spec_of
 from fake_offloading import model_in
 from replay import configs
+from roomy import Roomy
 from test_pressure import nothing_held, prompt
 
 from kvcache.vllm.host import Settings, UnsupportedHostError, geometry

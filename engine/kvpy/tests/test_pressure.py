@@ -9,7 +9,10 @@ import itertools
 import json
 
 import pytest
-from fake_engine import ROW, SIZE, Engine, Roomy, context
+from fake_engine import ROW, SIZE, Engine, context
+from roomy import Roomy
+
+from kvcache import BlockPool
 
 ROOMY = Roomy()
 HELD = 24 + 32 + 40
@@ -28,7 +31,8 @@ def answers(engine: Engine, asked: dict[str, tuple[list[int], dict | None]], *, 
         got, said = engine.answers[name]
         error = (said or {}).get("chunk_error")
         assert (error is not None) == (name in refused), f"{name}: {said}"
-        right = ROOMY.answer(tokens, len(got), context(engine.weights, None, {}), None if error else params)
+        where = context(engine.weights, None, {}, engine.salt_of(name))
+        right = ROOMY.answer(tokens, len(got), where, None if error else params)
         assert got == right, f"{name} is answered {got} instead of {right}"
 
 
@@ -39,8 +43,30 @@ def nothing_held(engine: Engine) -> None:
     assert not side.requests and not side.saving and not side.loads, "something is kept of requests that have ended"
     assert len(engine.kv_cache_manager.unused) == len(engine.kv_cache_manager.holders) - 1, "blocks of the engine are held"
     side.chunks.cache.check_invariants()
+    nothing_held_of_the_tier(engine)
     side.reset()
     assert side.chunks.cache.get_metrics().used_blocks == 0, "rows of chunks are held"
+    pool = tier_of(engine)
+    assert pool is None or pool.counts()["free"] == pool.counts()["total"], "blocks of the tier are held"
+
+
+def tier_of(engine: Engine) -> BlockPool | None:
+    """Returns the pool of the tier, if there is one."""
+    return getattr(engine.side.prefixes, "pool", None)
+
+
+def nothing_held_of_the_tier(engine: Engine) -> None:
+    pool = tier_of(engine)
+    if pool is None:
+        return
+    for _ in range(2_000):
+        if not engine.side.waits_for_disk():
+            break
+        engine.step()
+    assert not engine.side.prefixes.saving, "blocks of the tier are still being saved"
+    counts = pool.counts()
+    assert counts["mutable"] == counts["shared"] == 0, f"blocks of the tier are held: {counts}"
+    pool.check_invariants()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +217,7 @@ def test_a_question_chooses_only_in_prompts_that_its_memory_can_hold(memory: int
     if not fits:
         reason = engine.answers["one"][1]["chunk_error"]
         assert f"at most {memory // SIZE * SIZE} tokens" in reason and "this one has 102; raise question_memory" in reason
-        assert engine.recomputer.chosen == {}
+        assert not engine.recomputer.choices
     answers(engine, {"one": (tokens, params), "linked": (tokens, {**params, "chunk_recompute": "link:4"})}, refused=() if fits else ("one",))
     nothing_held(engine)
 
@@ -322,6 +348,26 @@ def test_names_of_the_connector_cannot_be_guessed(monkeypatch: pytest.MonkeyPatc
     assert len(names[0]) == len(names[1]) == 4 and not names[0] & names[1], "another process has other names"
 
 
+@pytest.mark.parametrize("later", [{}, {"chunk_lengths": [20, 30, 40]}, {"chunk_lengths": [20, 30, 40], "chunk_recompute": "question:0.5"}])
+def test_a_client_may_use_ids_that_the_connector_has_used(later: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client knows them from a log. The encodes that had them have ended, and others run."""
+    engine, tokens = Engine(monkeypatch, prefix_memory=64 * SIZE * ROW), prompt([20, 30, 40])
+    engine.ask("one", tokens, chunk_lengths=[20, 30, 40])
+    seen = [name for name in engine.requests if "encode" in name]
+    saves: set[str] = set()
+    engine.ordered.append(lambda orders: saves.update(save.name for save in orders.saves))
+    engine.ask("plain", tokens[40:])
+    engine.run(50)
+    assert len(seen) == 3 and saves > set(seen), "the names of saves of the tier are known, too"
+    asked = {name: (prompt([20, 30, 40], first=100 + number), later or None) for number, name in enumerate(sorted(saves))}
+    asked["other"] = (prompt([20, 30, 40], first=300), {"chunk_lengths": [20, 30, 40]})
+    for name, (own, params) in asked.items():
+        engine.ask(name, own, **(params or {}))
+    engine.run(100)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
 def test_a_client_may_use_the_ids_of_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch)
     tokens, params = prompt([20, 30, 40]), {"chunk_lengths": [20, 30, 40]}
@@ -332,6 +378,52 @@ def test_a_client_may_use_the_ids_of_the_connector(monkeypatch: pytest.MonkeyPat
     engine.ask("one", tokens, **params)
     engine.run(50)
     answers(engine, asked | {"one": (tokens, params)})
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("waits", ["alone", "with another"])
+@pytest.mark.parametrize("delay", [1, 3, 6])
+def test_rows_are_let_go_when_they_have_arrived_although_the_request_does_not_run(delay: int, waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another request takes the last place among those that run, while the rows are copied in."""
+    engine = Engine(monkeypatch, max_running=1, delay=lambda: delay)
+    asked = {"waits": (prompt([20, 30, 40]), {"chunk_lengths": [20, 30, 40]}), "busy": ([3, 4, 5], None)}
+    if waits == "with another":
+        asked["other"] = (prompt([20, 50], first=200), {"chunk_lengths": [20, 50]})
+    for name in [name for name in asked if name != "busy"]:
+        engine.ask(name, asked[name][0], **asked[name][1])
+    while "waits" not in engine.receiving:
+        engine.step()
+    engine.ask("busy", asked["busy"][0], count=60)
+    while "waits" not in engine.finished_recving_kv_req_ids:
+        engine.step()
+        assert engine.steps < 50
+    state = engine.side.requests["waits"].chunks
+    assert not state.pieces and state not in engine.side.chunks.pieces.states, "the rows are held although they are in the engine's blocks"
+    assert "waits" not in engine.answers and not engine.requests["waits"].output_token_ids
+    engine.run(300)
+    answers(engine, asked)
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("policy", ["lru", "tiny-lfu", "s3-fifo", "priority"])
+@pytest.mark.parametrize("held", [1, 48, HELD])
+def test_a_wait_for_room_that_never_comes_ends(held: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that no request of the connector's table holds are never let go, so nobody can tell when they will be."""
+    engine = Engine(monkeypatch, host_memory=HELD * ROW, cache_policy=policy)
+    (stuck,) = engine.side.chunks.cache.acquire(bytes(32), "alone", [], list(range(held)), 0)
+    asked = {f"{number}": (prompt([20, 30, 40], first=10 + 90 * number), {"chunk_lengths": [20, 30, 40]}) for number in range(3)}
+    for name, (tokens, params) in asked.items():
+        engine.ask(name, tokens, **params)
+    engine.run(100)
+    for name in asked:
+        reason = engine.answers[name][1]["chunk_error"]
+        assert f"other requests use the host memory, which holds {HELD} tokens; raise host_memory" in reason, reason
+    assert engine.encodes == 0
+    answers(engine, asked, refused=tuple(asked))
+    stuck.abandon()
+    engine.ask("after", asked["0"][0], **asked["0"][1])
+    engine.run(50)
+    answers(engine, {"after": asked["0"]})
     nothing_held(engine)
 
 

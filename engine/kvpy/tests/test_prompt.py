@@ -70,7 +70,8 @@ def test_fields_of_other_connectors_are_left_to_them(own: dict) -> None:
     params = {**dict.fromkeys(names, 1), "prompt_token_ids": [1] * 9, "prefix_report": True, 7: "x", **own}
     assert (prompt.plan_of(params, list(range(9))) is None) == (not own)
     # Alone, such names may mean anything.
-    assert own or prompt.plan_of({"lengths": [3], "recompute": True, "mode": "x"}, list(range(9))) is None
+    anything = {"lengths": [3], "recompute": True, "mode": "x", "length": 4, "separator": ",", "decoys": 2, "Recompute": "none"}
+    assert own or prompt.plan_of(anything, list(range(9))) is None
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,21 @@ def test_fields_of_other_connectors_are_left_to_them(own: dict) -> None:
         ({"lengths": [3, 4], "chunk_mode": "alone"}, "did you mean chunk_lengths"),
         ({"chunk_lengths": [3, 4], "chunkmode": "alone"}, "did you mean chunk_mode"),
         ({"chunk_lengths": [3, 4], "chunk_qqqqqqqqqqqq": 1}, "the known fields are chunk_lengths"),
+        # The names of the arguments of ChunkPrompt.of.
+        ({"chunk_lengths": [3, 4], "mode": "with-system"}, "mode is unknown; did you mean chunk_mode"),
+        ({"chunk_lengths": [3, 4], "Mode": 7}, "Mode is unknown; did you mean chunk_mode"),
+        ({"chunk_lengths": [3, 4], "recomp": "link:2"}, "recomp is unknown; did you mean chunk_recompute"),
+        ({"chunk_lengths": [3, 4], "decoy": [[1]]}, "decoy is unknown; did you mean chunk_decoys"),
+        ({"chunk_mode": "alone", "length": 3}, "length is unknown; did you mean chunk_lengths"),
+        ({"chunk_lengths": [3, 4], "separators": [9]}, "separators is unknown; did you mean chunk_separator"),
+        # Alone, but with a value that says what they mean.
+        ({"length": [3, 4]}, "length is unknown; did you mean chunk_lengths"),
+        ({"Lengths": (3, 4)}, "Lengths is unknown; did you mean chunk_lengths"),
+        ({"mode": "with-system"}, "mode is unknown; did you mean chunk_mode"),
+        ({"recompute": "question:0.5"}, "recompute is unknown; did you mean chunk_recompute"),
+        ({"seperator": [9, 8]}, "seperator is unknown; did you mean chunk_separator"),
+        ({"decoys": [[1, 2], [3]]}, "decoys is unknown; did you mean chunk_decoys"),
+        ({"Chunks": [3, 4]}, "the field Chunks is unknown"),
         ({"chunk_lengths": [0, 4], "chunk_mode": "with-system"}, "with-system needs a system prompt"),
         ({"chunk_lengths": [0, 4], "chunk_mode": "sink:2"}, "sink:2 needs a system prompt"),
         ({"chunk_lengths": [-1, 4]}, "only the first one may be 0"),
@@ -155,3 +171,22 @@ def test_a_prompt_needs_no_system_prompt_where_chunks_do_not_see_one() -> None:
 def test_errors_about_empty_parts_name_the_text(documents: list[str], question: str, reason: str) -> None:
     with pytest.raises(prompt.ChunkRequestError, match=reason):
         prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text.strip()], "be brief. ", documents, question)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"system": 7}, "the system prompt is 7: it must be a text"),
+        ({"system": ["be brief"]}, r"the system prompt is \['be brief'\]: it must be a text"),
+        ({"question": 7}, "the question is 7: it must be a text"),
+        ({"question": None}, "the question is None: it must be a text"),
+        ({"decoys": "a note"}, "decoys is 'a note': it must be a list of texts"),
+        ({"decoys": ["a note", 7]}, "decoy 2 of 2 is 7: it must be a text"),
+        ({"mode": 7}, "chunk_mode is 7; use 'alone'"),
+        ({"recompute": None}, "chunk_recompute is None; use 'none'"),
+    ],
+)
+def test_arguments_that_are_no_texts_are_named(changed: dict, reason: str) -> None:
+    given = {"system": "be brief. ", "documents": ["one. "], "question": "which?", "mode": "behind:1", "decoys": ["two. "], **changed}
+    with pytest.raises(prompt.ChunkRequestError, match=reason):
+        prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text], **given)

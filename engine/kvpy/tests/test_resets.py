@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from fake_engine import ROW, Engine, Roomy, context
+from fake_engine import ROW, Engine, context
+from roomy import Roomy
 from test_pressure import nothing_held, prompt
 
 ROOMY = Roomy()
@@ -23,6 +24,7 @@ class Reset:
             "chunks": (prompt(LENGTHS), {"chunk_lengths": LENGTHS}),
             "linked": (prompt(LENGTHS), {"chunk_lengths": LENGTHS, "chunk_recompute": "link:4"}),
             "turned": ([*range(10, 30), *range(60, 100), *range(30, 60), 3, 4, 5], {"chunk_lengths": [20, 40, 30]}),
+            "chosen": (prompt(LENGTHS), {"chunk_lengths": LENGTHS, "chunk_recompute": "question:0.5"}),
             "plain": (plain, None),
             "plain-again": ([*plain, 5, 6], None),
         }
@@ -220,11 +222,28 @@ def test_a_reset_reaches_the_choices_of_the_workers(monkeypatch: pytest.MonkeyPa
     engine = Engine(monkeypatch)
     engine.ask("one", prompt(LENGTHS), chunk_lengths=LENGTHS, chunk_recompute="question:0.5")
     engine.run(50)
-    assert engine.recomputer.chosen
+    assert engine.recomputer.choices
     engine.reset()
     engine.ask("plain", [3, 4, 5])
     engine.run(50)
-    assert not engine.recomputer.chosen
+    assert not engine.recomputer.choices
+
+
+@pytest.mark.parametrize("share", ["0.1", "0.5", "0.9"])
+@pytest.mark.parametrize("running", [True, False])
+def test_a_question_chooses_anew_after_a_reset(running: bool, share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompt, over other weights, of which the question attends to other tokens."""
+    engine = Engine(monkeypatch)
+    params = {"chunk_lengths": LENGTHS, "chunk_recompute": f"question:{share}"}
+    for weights in range(3):
+        for name in ("first", "again"):
+            engine.ask(f"{name}-{weights}", prompt(LENGTHS), count=4, **params)
+            engine.run(50)
+            right = ROOMY.answer(prompt(LENGTHS), 4, context(weights, None, {}), params)
+            assert engine.answers[f"{name}-{weights}"][0] == right, f"{name}, weights {weights}"
+        assert len(engine.recomputer.choices) == 1, "a question chooses once"
+        assert engine.reset(running=running, new_weights=True) is True
+    nothing_held(engine)
 
 
 def test_a_request_that_waits_for_room_after_its_copy_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
-from fake_engine import ROW, SIZE, Engine, Roomy, context
+from fake_engine import ROW, SIZE, Engine, context
+from roomy import Roomy
+from test_pressure import nothing_held
 
 from kvcache import BlockPool, BlockTable, KvCacheError, prefix_keys
 
@@ -76,6 +79,53 @@ def test_every_block_in_the_tier_is_found_under_random_traffic(policy: str, bloc
         count = len(engine.answers[f"{number}"][0])
         assert engine.answers[f"{number}"][0] == ROOMY.answer(tokens, count, context(0, None, {}), None)
     assert engine.side.prefixes.tokens_found > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("step_tokens", [SIZE, 3 * SIZE, 256])
+@pytest.mark.parametrize("failed", range(4))
+def test_a_block_does_not_outlive_one_before_it_that_could_not_be_saved(failed: int, step_tokens: int, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks are saved in one step or in several, and the block with the index ``failed`` is not. A later step that fills
+    a block saves it again."""
+    engine, saves = engine_of(monkeypatch, 12, policy, step_tokens=step_tokens), itertools.count()
+    engine.failing_saves = lambda: next(saves) == failed
+    tokens = list(range(10, 10 + 4 * SIZE + 1))
+    engine.ask("first", tokens, count=1)
+    engine.run(50)
+    assert next(saves) > failed, "a save has failed"
+    of_step = step_tokens // SIZE
+    kept = failed if failed // of_step == 3 // of_step else 4
+    assert engine.side.prefixes.pool.counts()["cached"] == kept
+    nothing_lost(engine, [tokens])
+    assert [found(engine, name, tokens) for name in ("again", "then")] == [kept * SIZE, 4 * SIZE]
+    nothing_held(engine)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_that_could_not_be_saved_leave_nothing_behind_them(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random prompts that share beginnings, of which every fifth block is not saved."""
+    engine, draw, prompts = engine_of(monkeypatch, 30, policy, step_tokens=64), random.Random(5), []
+    failed: list[bool] = []
+
+    def fails() -> bool:
+        failed.append(draw.random() < 0.2)
+        return failed[-1]
+
+    engine.failing_saves = fails
+    for number in range(60):
+        tokens = [*range(10, 10 + SIZE * draw.randrange(1, 6)), *(draw.choice([100, 200]) + n for n in range(draw.randrange(1, 40)))]
+        engine.ask(f"{number}", tokens, count=draw.choice([1, 12]))
+        prompts.append(tokens)
+        if number % 3 == 0:
+            engine.run(300)
+            engine.kv_cache_manager.reset()
+            nothing_lost(engine, [[*tokens, *engine.answers[f"{n}"][0]] for n, tokens in enumerate(prompts)])
+    engine.run(300)
+    for number, tokens in enumerate(prompts):
+        count = len(engine.answers[f"{number}"][0])
+        assert engine.answers[f"{number}"][0] == ROOMY.answer(tokens, count, context(0, None, {}), None)
+    assert sum(failed) > 10 and engine.side.prefixes.tokens_found > 0
+    nothing_held(engine)
 
 
 def test_a_hit_in_the_engines_own_cache_renews_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,10 @@ from kvcache import BUILT_IN_DECOYS
 NAMES = ("chunk_lengths", "chunk_separator", "chunk_mode", "chunk_decoys", "chunk_recompute")
 NEAR, VERY_NEAR = 0.6, 0.8
 """How similar a field must be to one of ``NAMES`` to be a misspelling of it, from 0 to 1: beside fields of chunks, and alone."""
+SHORT = {name.removeprefix("chunk_"): name for name in NAMES}
+"""The fields by the names that the arguments of ``ChunkPrompt.of`` have. Clients write these by mistake."""
+MODE = r"alone|with-system|(sink|behind):[1-9]\d*"
+RECOMPUTE = r"none|link:\d+|question:(0(\.\d+)?|1(\.0+)?)"
 
 
 class ChunkRequestError(ValueError):
@@ -116,20 +120,21 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
     if not isinstance(params, dict):
         return None
     names = [name for name in params if isinstance(name, str)]
-    has_own = any(name.startswith("chunk") for name in names)
+    has_own = any(name.lower().startswith("chunk") for name in names)
     for name in names:
-        # Other fields may be for another connector, unless they look like ours.
-        near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=NEAR if has_own else VERY_NEAR)
-        if name not in NAMES and (near or name.startswith("chunk")):
-            hint = f"did you mean {near[0]}?" if near else f"the known fields are {', '.join(NAMES)}"
+        if name in NAMES:
+            continue
+        meant = _meant(name, params[name], has_own=has_own)
+        if meant is not None or name.lower().startswith("chunk"):
+            hint = f"did you mean {meant}?" if meant is not None else f"the known fields are {', '.join(NAMES)}"
             raise ChunkRequestError(f"the field {name} is unknown; {hint}")
     if not has_own:
         return None
     mode = params.get("chunk_mode", "alone")
     recompute = params.get("chunk_recompute", "none")
-    if not (isinstance(mode, str) and re.fullmatch(r"alone|with-system|(sink|behind):[1-9]\d*", mode)):
+    if not (isinstance(mode, str) and re.fullmatch(MODE, mode)):
         raise ChunkRequestError(f"chunk_mode is {mode!r}; use 'alone', 'with-system', 'sink:K' or 'behind:N'")
-    if not (isinstance(recompute, str) and re.fullmatch(r"none|link:\d+|question:(0(\.\d+)?|1(\.0+)?)", recompute)):
+    if not (isinstance(recompute, str) and re.fullmatch(RECOMPUTE, recompute)):
         raise ChunkRequestError(
             f"chunk_recompute is {recompute!r}; use 'none', 'link:K' or 'question:R' with a fraction R from 0 to 1"
         )
@@ -153,6 +158,34 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
         parts.append(Part(start, start + length))
         start += length
     return ChunkPlan(parts[0], tuple(parts[1:]), mode, recompute, _seen_decoys(mode, params.get("chunk_decoys", ())))
+
+
+def _meant(name: str, value: Any, *, has_own: bool) -> str | None:
+    """Returns the field that a client meant by an unknown one; None for a field that may be for another connector.
+    ``has_own`` is true beside fields of chunks.
+    """
+    near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=NEAR if has_own else VERY_NEAR)
+    if near:
+        return near[0]
+    short = difflib.get_close_matches(name.lower(), SHORT, n=1, cutoff=VERY_NEAR)
+    if not short:
+        return None
+    meant = SHORT[short[0]]
+    # Alone, such a name may mean anything, but not with such a value.
+    return meant if has_own or _is_value(meant, value) else None
+
+
+def _is_value(name: str, value: Any) -> bool:
+    """Returns true for a value that hardly any field but this one has."""
+    if name == "chunk_mode":
+        return isinstance(value, str) and re.fullmatch(MODE, value) is not None
+    if name == "chunk_recompute":
+        return isinstance(value, str) and value != "none" and re.fullmatch(RECOMPUTE, value) is not None
+    if not isinstance(value, (list, tuple)):
+        return False
+    if name == "chunk_decoys":
+        return len(value) > 0 and all(_are_tokens(decoy) for decoy in value)
+    return _are_tokens(value) and len(value) >= (2 if name == "chunk_lengths" else 1)
 
 
 # Decision: docs/decisions/vllm.md#decoys-come-with-the-request-and-leave-no-gap
@@ -237,9 +270,14 @@ class ChunkPrompt:
         """
         if not isinstance(documents, (list, tuple)):
             raise ChunkRequestError(f"documents is {documents!r}: it must be a list of texts")
-        for number, text in enumerate(documents, start=1):
+        if not isinstance(decoys, (list, tuple)):
+            raise ChunkRequestError(f"decoys is {decoys!r}: it must be a list of texts")
+        named = [("the system prompt", "" if system is None else system), ("the question", question)]
+        for what, texts in (("document", documents), ("decoy", decoys)):
+            named += [(f"{what} {number} of {len(texts)}", text) for number, text in enumerate(texts, start=1)]
+        for what, text in named:
             if not isinstance(text, str):
-                raise ChunkRequestError(f"document {number} of {len(documents)} is {text!r}: it must be a text")
+                raise ChunkRequestError(f"{what} is {text!r}: it must be a text")
         parts = [list(encode(text)) if text else [] for text in (system, *documents, question)]
         for number, (text, part) in enumerate(zip(documents, parts[1:]), start=1):
             if not part:
@@ -254,7 +292,7 @@ class ChunkPrompt:
             "chunk_mode": mode,
             "chunk_recompute": recompute,
         }
-        if mode.startswith("behind:"):
+        if isinstance(mode, str) and mode.startswith("behind:"):
             params["chunk_decoys"] = [list(encode(decoy)) for decoy in decoys]
         plan_of(params, tokens)
         return cls(tokens, params)
