@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from check_connector import BLOCK, Host, answer, token_bytes
+from check_connector import BLOCK, Case, Host, answer, random_tokens, token_bytes
 from safetensors.torch import save_file
 from steps import StepChecks
 from tiny import SIZE
@@ -391,8 +391,9 @@ class PressureChecks(StepChecks):
             model.save_pretrained(folder)
             # More than a machine has.
             host = Host(folder, host_memory="1000TiB", prefix_memory="8MiB")
+            case = Case(random_tokens(SIZE["vocab_size"]))
             for mode, where in (("plain", "computed"), ("plain", "from the tier"), ("alone", "without its chunks")):
-                prompt, sampling = self.case.prompt([0, 1], mode)
+                prompt, sampling = case.prompt([0, 1], mode)
                 tokens = prompt["prompt_token_ids"]
                 (out,) = self.generate(host, (prompt, sampling))
                 got = list(out.outputs[0].token_ids)
