@@ -71,9 +71,10 @@ pub struct ChunkSleep {
     /// The maximum amount of host memory, in bytes. `None` means as much as the chunk pool has on the device.
     /// This memory is allocated all at once, unless chunks are compressed.
     pub memory: Option<usize>,
-    /// After each step, a few chunks move if these thresholds ask for it: the coldest ones to host memory when the
-    /// device fills, the coldest ones out of host memory when that fills, and hot ones back to the device. A disk
-    /// stores chunks when they are computed, so a chunk that leaves host memory is found there.
+    /// After each step, a few chunks move if these thresholds ask for it: the coldest ones to host memory when the chunk
+    /// pool on the device fills, the coldest ones out of host memory when that fills, and hot ones back to the device.
+    /// With a form that is not exact, chunks therefore become approximate by themselves. A chunk that leaves host memory
+    /// is still on the disk, if it was saved there. With thresholds of 1, nothing moves.
     pub thresholds: TierThresholds,
 }
 

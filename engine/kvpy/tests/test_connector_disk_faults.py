@@ -222,7 +222,7 @@ def test_a_disk_that_is_hardly_slower_than_computing_costs_at_most_a_tenth(disk:
 
 @pytest.mark.parametrize(("seconds", "count", "later"), [(0.4, 9, 50), (0.45, 9, 50), (0.2, 2, 0), (0.1, 2, 0)])
 def test_a_disk_that_still_reads_at_the_deadline_is_asked_again(disk: Disk, seconds: float, count: int, later: int) -> None:
-    """Two of three records arrive in time. The disk is left alone only if it has stopped to read, after ``count`` records."""
+    """Two of three records arrive in time. The disk is left alone only if it has stopped reading, after ``count`` records."""
     disk.ask(disk.start(), prompt(LENGTHS), chunk_lengths=LENGTHS)
     engine = disk.restart(disk_deadline=1.0)
     engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], seconds, count)

@@ -73,12 +73,12 @@ impl ReplicaDevice {
     }
 }
 
-/// What became of a record that was given to [`Adoption::adopt`].
+/// The result of adopting a record with [`Adoption::adopt`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Adopted {
     /// The record's contents are in the caches now.
     Stored,
-    /// They were there already.
+    /// The contents were there already.
     Known,
     /// There is no room for them, or the block before them is not there.
     NoRoom,

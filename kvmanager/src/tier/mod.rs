@@ -6,8 +6,8 @@
 //! ```
 //!
 //! [`TierThresholds`] make decisions about numbers of blocks, and [`TierMoves`] applies them to the pieces of a
-//! chunk cache. Pieces that a disk stores are written when they are computed, so a piece that leaves host memory is
-//! still on the disk.
+//! chunk cache. Pieces that a disk stores are written when they are computed, so such a piece is still on the disk
+//! after it has left host memory.
 
 mod moves;
 mod thresholds;

@@ -50,7 +50,7 @@ impl Accounts {
     }
 
     /// Returns the groups in the order in which they give up records: first those of other models, and then the
-    /// tenants that use the largest parts of what they may use. `cells` is what a tenant without a limit may use.
+    /// tenants that use the largest shares of their limits. A tenant without a limit may use `cells`.
     pub(super) fn by_pressure(&self, cells: u32) -> Vec<Group> {
         let pressure = |account: &Account| {
             f64::from(account.cells) / f64::from(account.limit.unwrap_or(cells).clamp(1, cells.max(1)))

@@ -14,8 +14,8 @@
 //!   and asked later whether it has ended. If a write has not ended at its
 //!   [deadline](SlabConfig::write_deadline), stores are dropped until it has.
 //! - **A parent stays at least as long as its children**, so that what is left of a chain can be found.
-//! - **Records of other models leave first**, and then those of the tenant that uses the largest part of what it may
-//!   use. A tenant that floods the disk therefore pushes out its own records.
+//! - **Records of other models leave first**, and then those of the tenant that uses the largest share of its limit.
+//!   A tenant that floods the disk therefore pushes out its own records.
 
 use std::fmt;
 use std::fs;
