@@ -1,5 +1,5 @@
-//! What a carrier or a cache knows about contents that are not found: which keys it has evicted, and which texts
-//! it has stored under other keys.
+//! Reasons why contents are not found: the keys that a carrier or a cache has lost, and the keys under which it has
+//! stored each text.
 
 use std::collections::{HashMap, VecDeque};
 use std::num::NonZeroU64;

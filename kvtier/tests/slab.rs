@@ -296,6 +296,21 @@ fn bad_folders_and_limits_are_named() {
 }
 
 #[test]
+fn the_size_of_a_slab_is_known_before_it_is_opened() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join(Slab::FILE);
+    assert_eq!(Slab::size_in(folder.path()), None, "nothing is there");
+    fs::write(&file, [7; 9000]).unwrap();
+    assert_eq!(Slab::size_in(folder.path()), None, "it is no slab");
+    fs::remove_file(&file).unwrap();
+    drop(open(folder.path()));
+    let size = fs::metadata(&file).unwrap().len();
+    assert_eq!(Slab::size_in(folder.path()), Some(size));
+    fs::File::options().write(true).open(&file).unwrap().set_len(size - 1).unwrap();
+    assert_eq!(Slab::size_in(folder.path()), None, "it was cut short");
+}
+
+#[test]
 #[cfg(unix)]
 fn a_pipe_in_place_of_the_lock_is_named() {
     let folder = tempfile::tempdir().unwrap();

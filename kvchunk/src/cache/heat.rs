@@ -1,4 +1,4 @@
-//! How hot a piece is: how often it was used lately.
+//! The heat of a piece: a measure of how often it was used lately.
 
 /// The time after which a use counts half, in milliseconds: ten minutes.
 const HALF_LIFE: f64 = 600_000.0;

@@ -181,7 +181,7 @@ pub struct ChunkInfo {
     pub exact: bool,
 }
 
-/// How hot a stored piece is, without the rest of [`ChunkInfo`].
+/// The heat of a stored piece, without the rest of [`ChunkInfo`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PieceHeat {
     /// The piece's hash, with its token and block counts.

@@ -90,7 +90,7 @@ pub(crate) struct Account {
     pub(crate) sleeping_bytes: usize,
     /// The tenant's counts. Gauges are filled in when the metrics are read.
     pub(crate) counted: ChunkCacheMetrics,
-    /// What is known about the tenant's pieces that are not found.
+    /// The keys of the tenant's pieces that have left, and the keys of each text.
     pub(crate) known: KnownKeys,
 }
 

@@ -15,7 +15,7 @@ pub struct TierMetrics {
     pub usage: SlabUsage,
     /// Saves of a chunk, or of the blocks of a prefix, that the backend refused, so that nothing was queued.
     pub save_errors: u64,
-    /// What each tenant that has used the disk in this process has there, by its tag.
+    /// The use of the disk by each tenant that has used it in this process, by the tag of the tenant.
     pub tenants: BTreeMap<String, AccountUsage>,
     /// The times from the start of a prompt's loads until the prompt was looked up.
     pub waits: Latencies,

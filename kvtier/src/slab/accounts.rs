@@ -19,7 +19,7 @@ pub(super) struct Accounts {
     all: BTreeMap<Group, Account>,
 }
 
-/// What a tenant has on the disk.
+/// The use of a disk by a tenant, in cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Account {
     /// The cells of its records, and of those that are being written.

@@ -19,6 +19,7 @@
 
 use std::fmt;
 use std::fs;
+use std::io::Read as _;
 use std::path::Path;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, mpsc};
@@ -55,7 +56,7 @@ use usage::Counts;
 pub use usage::{AccountUsage, SlabUsage};
 
 use crate::error::{Error, Result};
-use crate::io::{DiskIo, FileIo, IoChoice, IoWay, Watched};
+use crate::io::{DiskIo, FileIo, IoChoice, IoWay, PAGE, Watched};
 use crate::record::{Header, Record};
 
 /// The settings of a slab.
@@ -144,9 +145,15 @@ impl Slab {
     /// The name of the file in the slab's folder.
     pub const FILE: &str = "records.kvslab";
 
-    /// Returns the size in bytes of the file in `folder`, if there is one. As a limit, it keeps the records.
+    /// Returns the size in bytes of the slab in `folder`, if there is one of this version. As a limit, it keeps the
+    /// records.
     pub fn size_in(folder: &Path) -> Option<u64> {
-        fs::metadata(folder.join(Self::FILE)).ok().map(|data| data.len()).filter(|size| *size > 0)
+        let path = folder.join(Self::FILE);
+        // Opening a pipe would wait for its writer.
+        let size = fs::metadata(&path).ok().filter(fs::Metadata::is_file)?.len();
+        let mut page = [0; PAGE];
+        fs::File::open(&path).ok()?.read_exact(&mut page).ok()?;
+        Geometry::read(&page).map(Geometry::file_bytes).filter(|bytes| *bytes <= size)
     }
 
     /// Opens or creates the slab in `folder`. `scope` is the key of the model, tokenizer and format of this

@@ -39,7 +39,7 @@ pub struct SlabUsage {
     pub evicted: u64,
 }
 
-/// What a tenant has on the disk.
+/// The use of a disk by a tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct AccountUsage {
     /// The number of bytes in cells that contain records of the tenant, or will when they are written.

@@ -43,7 +43,7 @@ pub(crate) struct DiskFileArgs {
     #[arg(long, value_name = "SIZE", requires = "disk", value_parser = bytes)]
     disk_limit: Option<u64>,
 
-    /// Which documents leave the folder first when it is full. lru: those not used for the longest time. s3-fifo,
+    /// Policy for what leaves the folder first when it is full. lru: those not used for the longest time. s3-fifo,
     /// tiny-lfu: those that were used only once, so that many new documents do not push out popular ones.
     #[arg(long, value_enum, requires = "disk", default_value = "lru")]
     disk_policy: DiskPolicy,

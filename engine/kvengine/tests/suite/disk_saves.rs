@@ -1,4 +1,4 @@
-//! What a request computes cannot be copied for the disk: the request is answered all the same, and the error is
+//! Requests whose results cannot be copied for the disk: each request is answered all the same, and the error is
 //! counted.
 
 use std::path::Path;
