@@ -353,12 +353,14 @@ impl Header {
 
     /// Reads the payload from pieces of memory. Returns the buffers if the digest matches and the payload has
     /// the identity `id`. The caller guarantees that the pieces have at least as many bytes as the header says.
+    /// `memory` returns vectors with room for as many bytes, whose contents are replaced.
     pub(crate) fn read_payload<'a>(
         &self,
         id: &RecordId,
         from: impl Iterator<Item = &'a [u8]>,
+        memory: impl FnMut(usize) -> Vec<u8>,
     ) -> Result<Vec<Vec<u8>>, PayloadFault> {
-        let Payload { label, tokens, buffers } = self.payload(from).ok_or(PayloadFault::Damaged)?;
+        let Payload { label, tokens, buffers } = self.payload(from, memory).ok_or(PayloadFault::Damaged)?;
         let same_tokens = tokens.len() == 4 * id.tokens.len()
             && tokens.chunks_exact(4).zip(&*id.tokens).all(|(bytes, token)| bytes == token.to_le_bytes());
         let same = self.key == id.key && self.stored_start == id.stored_start && label == id.label.as_bytes();
@@ -367,7 +369,8 @@ impl Header {
 
     /// Reads the record whose payload this is, if the payload is undamaged.
     pub(crate) fn read_record(&self, payload: &[u8]) -> Option<Record> {
-        let Payload { label, tokens, buffers } = self.payload(std::iter::once(payload))?;
+        let Payload { label, tokens, buffers } =
+            self.payload(std::iter::once(payload), Vec::with_capacity)?;
         let (tokens, _) = tokens.as_chunks::<4>();
         let id = RecordId {
             key: self.key,
@@ -380,12 +383,16 @@ impl Header {
 
     /// Returns the label if the payload in pieces of memory is undamaged.
     pub(crate) fn read_label<'a>(&self, from: impl Iterator<Item = &'a [u8]>) -> Option<String> {
-        String::from_utf8(self.payload(from)?.label).ok()
+        String::from_utf8(self.payload(from, Vec::with_capacity)?.label).ok()
     }
 
     /// Reads the payload from pieces of memory, if its digest matches.
-    fn payload<'a>(&self, from: impl Iterator<Item = &'a [u8]>) -> Option<Payload> {
-        let mut source = Gathered { rest: from, now: &[], digest: Xxh3::new() };
+    fn payload<'a>(
+        &self,
+        from: impl Iterator<Item = &'a [u8]>,
+        memory: impl FnMut(usize) -> Vec<u8>,
+    ) -> Option<Payload> {
+        let mut source = Gathered { rest: from, now: &[], digest: Xxh3::new(), memory };
         let mut next = |len: usize| source.take(len);
         let mut read = || {
             let label = next(self.label)?;
@@ -415,15 +422,17 @@ pub(crate) enum PayloadFault {
 }
 
 /// Memory in pieces, read from the start.
-struct Gathered<'a, I> {
+struct Gathered<'a, I, M> {
     rest: I,
     now: &'a [u8],
     digest: Xxh3,
+    memory: M,
 }
 
-impl<'a, I: Iterator<Item = &'a [u8]>> Gathered<'a, I> {
+impl<'a, I: Iterator<Item = &'a [u8]>, M: FnMut(usize) -> Vec<u8>> Gathered<'a, I, M> {
     fn take(&mut self, len: usize) -> Option<Vec<u8>> {
-        let mut out = Vec::with_capacity(len);
+        let mut out = (self.memory)(len);
+        out.clear();
         while out.len() < len {
             if self.now.is_empty() {
                 self.now = self.rest.next()?;

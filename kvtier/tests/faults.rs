@@ -259,12 +259,13 @@ fn requests_that_end_short_are_errors() {
 fn memory_of_late_requests_is_kept_until_they_end() {
     on_each_disk(|disk| {
         let slab = disk.open().unwrap();
-        let records: Vec<Record> = (0..20).map(|number| record(number, 20_000)).collect();
+        let records: Vec<Record> = (0..10).map(|number| record(number, 20_000)).collect();
         for record in &records {
             slab.store(record.clone());
         }
         assert!(slab.flush(PATIENCE));
         disk.be_late();
+        // As many loads as the disk is asked for at once.
         for record in &records {
             let late = slab.load(&record.id, Instant::now() + Duration::from_millis(5));
             assert!(matches!(late, Err(Missed::Late)), "{late:?}");
@@ -281,7 +282,60 @@ fn memory_of_late_requests_is_kept_until_they_end() {
             assert_eq!(load(&slab, &record.id).unwrap(), record.buffers);
         }
         let usage = slab.usage();
-        assert_eq!((usage.deadline_exceeded, usage.hits, usage.damaged), (20, 20, 0));
+        assert_eq!((usage.deadline_exceeded, usage.hits, usage.damaged), (10, 10, 0));
         slab.check_invariants().unwrap();
     });
+}
+
+#[test]
+fn loads_are_read_in_their_order_and_a_few_at_a_time() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open().unwrap();
+    let records: Vec<Record> = (0..40).map(|number| record(number, 9_000)).collect();
+    for record in &records {
+        slab.store(record.clone());
+    }
+    assert!(slab.flush(PATIENCE));
+    disk.hang();
+    let mut loads: Vec<_> = records.iter().map(|record| slab.begin_load(&record.id)).collect();
+    // A header and a payload for each record.
+    let at_once = disk.unanswered() / 2;
+    assert!((8..20).contains(&at_once), "{at_once} loads at once");
+    assert!(loads.iter().all(|loading| !loading.has_arrived() && loading.progress() == 0.0));
+    // A load that nobody waits for any more is not read if its turn comes, and holds no memory.
+    drop(loads.pop());
+    let last = loads.pop().unwrap();
+    assert!(matches!(last.end(), Err(Missed::Late)));
+    disk.hang_next();
+    let arrived = loads.iter().take_while(|loading| loading.has_arrived()).count();
+    assert_eq!(arrived, at_once);
+    assert!(loads[arrived..].iter().all(|loading| !loading.is_over()), "the others wait for their turns");
+    assert_eq!(disk.unanswered() / 2, at_once, "as many loads were started as have ended");
+    disk.go_on();
+    for (loading, record) in loads.into_iter().zip(&records) {
+        assert!(loading.has_arrived() && loading.is_over());
+        assert_eq!(loading.end().unwrap(), record.buffers);
+    }
+    let usage = slab.usage();
+    assert_eq!((usage.hits, usage.deadline_exceeded), (38, 1), "{usage:?}");
+    slab.check_invariants().unwrap();
+}
+
+/// The disk answers while requests are started, so a recursion would be as deep as there are loads.
+#[test]
+fn thousands_of_loads_end_on_a_small_stack() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open().unwrap();
+    let one = record(1, 9_000);
+    slab.store(one.clone());
+    assert!(slab.flush(PATIENCE));
+    disk.hang();
+    let loads: Vec<_> = (0..50_000).map(|_| slab.begin_load(&one.id)).collect();
+    let small = std::thread::Builder::new().stack_size(256 << 10);
+    let ends = move || {
+        disk.go_on();
+        loads.into_iter().filter(|loading| loading.has_arrived()).count()
+    };
+    assert_eq!(small.spawn(ends).unwrap().join().unwrap(), 50_000);
+    slab.check_invariants().unwrap();
 }

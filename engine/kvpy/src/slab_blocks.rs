@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use kvchunk::{MissReason, ReplicaDevice};
 use kvcore::{BlockId, KeyForm, WritePairs};
-use kvtier::{Loading, Record, RecordId, RecordNote, Stored};
+use kvtier::{Loading, Record, RecordId, RecordNote, Slab, Stored};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -33,6 +33,7 @@ pub(crate) struct SlabBlocks {
 pub(crate) struct SlabLoad {
     own: Mutex<Option<Loading>>,
     devices: Arc<[ReplicaDevice]>,
+    slab: Arc<Slab>,
 }
 
 fn blocks_of(devices: &[ReplicaDevice], blocks: Vec<u32>) -> PyResult<Vec<BlockId>> {
@@ -113,7 +114,8 @@ impl SlabBlocks {
             if slab.contains(&id.key) {
                 return Ok(Stored::Known);
             }
-            let buffers = self.devices.iter().map(|device| device.read(&blocks));
+            let memory = |bytes| slab.buffer(bytes);
+            let buffers = self.devices.iter().map(|device| device.read_into(&blocks, &memory));
             let buffers = buffers.collect::<kvchunk::Result<Vec<_>>>()?.concat();
             Ok(slab.store(Record { id, note, buffers }))
         };
@@ -136,7 +138,7 @@ impl SlabBlocks {
         let slab = self.slab.get().slab()?;
         let id = self.id(name, &tokens, start);
         let own = py.detach(|| slab.begin_load(&id));
-        Ok(SlabLoad { own: Mutex::new(Some(own)), devices: Arc::clone(&self.devices) })
+        Ok(SlabLoad { own: Mutex::new(Some(own)), devices: Arc::clone(&self.devices), slab })
     }
 
     /// Counts a miss, and returns why no record with this name is on the disk.
@@ -202,6 +204,7 @@ impl SlabLoad {
                     let pairs = WritePairs::unchecked(pairs.clone());
                     device.write(blocks.len(), pairs, &buffers[i * own..(i + 1) * own])
                 });
+                self.slab.recycle(buffers);
                 written.err().map(|_| MissReason::Failed.name())
             }
             Err(missed) => Some(MissReason::from(&missed).name()),

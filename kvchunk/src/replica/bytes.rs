@@ -67,7 +67,11 @@ impl ReplicaDevice {
 
     /// Waits for the stream, and returns a buffer's bytes.
     pub(super) fn bytes(&self, buffer: &ParcelBuffer<'_>) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; buffer.bytes];
+        self.bytes_in(buffer, vec![0; buffer.bytes])
+    }
+
+    /// Waits for the stream, and returns a buffer's bytes in memory of this size.
+    fn bytes_in(&self, buffer: &ParcelBuffer<'_>, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
         self.stream.read(&buffer.view()?, &mut bytes)?;
         Ok(bytes)
     }
@@ -85,9 +89,22 @@ impl ReplicaDevice {
     /// # Errors
     /// Returns the errors of the backend.
     pub fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
+        self.read_into(blocks, &|bytes| vec![0; bytes])
+    }
+
+    /// Does what [`read`](Self::read) does, with memory from `memory`, which returns vectors of a length with
+    /// undefined contents.
+    ///
+    /// # Errors
+    /// Returns the errors of the backend.
+    pub fn read_into(&self, blocks: &[BlockId], memory: &dyn Fn(usize) -> Vec<u8>) -> Result<Vec<Vec<u8>>> {
+        if let Some(contents) = self.read_runs(blocks, memory)? {
+            return Ok(contents);
+        }
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks.len())?;
         self.stage(blocks, &staged)?;
-        buffers(&self.arena, &staged).iter().map(|buffer| self.bytes(buffer)).collect()
+        let read = |buffer: &ParcelBuffer<'_>| self.bytes_in(buffer, memory(buffer.bytes));
+        buffers(&self.arena, &staged).iter().map(read).collect()
     }
 
     /// Fills `blocks` blocks with `contents`, and waits for the stream. `pairs` are the numbers of the blocks in
@@ -97,6 +114,9 @@ impl ReplicaDevice {
     /// Returns an error if `contents` has other buffers than [`read`](Self::read) returns for as many blocks, and
     /// the errors of the backend.
     pub fn write(&self, blocks: usize, pairs: WritePairs, contents: &[Vec<u8>]) -> Result<()> {
+        if self.write_runs(blocks, &pairs, contents)? {
+            return Ok(());
+        }
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks)?;
         let targets = buffers(&self.arena, &staged);
         same("buffers of a parcel", targets.len(), contents.len())?;
@@ -112,6 +132,6 @@ impl ReplicaDevice {
     }
 }
 
-fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
+pub(super) fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(CoreError::mismatch(what, expected, got).into()) }
 }

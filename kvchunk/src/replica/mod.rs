@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use kvcore::{Backend, BlockId, BlockKey, KeyForm, KvArena, KvShape, Stream};
-use kvtier::RecordId;
+use kvtier::{Record, RecordId};
 
 use crate::cache::{Acquired, ChunkCacheManager, ChunkReservation, PieceHold, TenantId};
 use crate::error::{Error, Result};
@@ -27,6 +27,7 @@ use crate::hash::{ChunkHash, ChunkPiece};
 mod bytes;
 mod direct;
 mod give;
+mod host;
 mod id;
 mod local;
 mod lookup;
@@ -96,26 +97,35 @@ impl ReplicaDevice {
     /// # Errors
     /// Returns the errors of the backend.
     pub fn pack(&self, cache: &ChunkCacheManager, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
-        self.packed(cache, hash, true)
+        let read = self.record_of(cache, hash, true, &|bytes| vec![0; bytes])?;
+        Ok(read.map(ChunkParcel::seal))
     }
 
-    /// Packs a chunk to be kept elsewhere, like [`pack`](Self::pack). This does not count as a use of the chunk.
+    /// Returns a chunk's record to be kept elsewhere, in memory from `memory`, which returns vectors of a length with
+    /// undefined contents. Returns `None` as [`pack`](Self::pack) does. This does not count as a use of the chunk.
     ///
     /// # Errors
     /// Returns the errors of the backend.
-    pub(crate) fn copy_of(&self, cache: &ChunkCacheManager, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
-        self.packed(cache, hash, false)
+    pub(crate) fn copy_of(
+        &self,
+        cache: &ChunkCacheManager,
+        hash: &ChunkHash,
+        memory: &dyn Fn(usize) -> Vec<u8>,
+    ) -> Result<Option<Record>> {
+        self.record_of(cache, hash, false, memory)
     }
 
-    fn packed(
+    fn record_of(
         &self,
         cache: &ChunkCacheManager,
         hash: &ChunkHash,
         is_use: bool,
-    ) -> Result<Option<ChunkParcel>> {
+        memory: &dyn Fn(usize) -> Vec<u8>,
+    ) -> Result<Option<Record>> {
         let Some((chunk, tokens)) = cache.hold_to_copy(hash, is_use) else { return Ok(None) };
-        let buffers = self.read(chunk.block_ids())?;
-        Ok(Some(ChunkParcel::seal(self, &chunk, &tokens, buffers)))
+        let buffers = self.read_into(chunk.block_ids(), memory)?;
+        let id = self.record_id(chunk.chunk_hash().key, &tokens, chunk.cached_position_start());
+        Ok(Some(Record::new(id, buffers)))
     }
 
     /// Returns the identity of a record of whole blocks: of a piece, or of a block of a prefix.

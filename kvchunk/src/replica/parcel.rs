@@ -4,7 +4,6 @@ use kvtier::{Record, RecordId};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::ReplicaDevice;
-use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 use crate::hash::ChunkPiece;
 
@@ -23,16 +22,10 @@ pub struct ChunkParcel {
 }
 
 impl ChunkParcel {
-    /// Creates a parcel from a chunk whose bytes have been read.
-    pub(super) fn seal(
-        device: &ReplicaDevice,
-        chunk: &PieceHold,
-        tokens: &[u32],
-        buffers: Vec<Vec<u8>>,
-    ) -> Self {
-        let id = device.record_id(chunk.chunk_hash().key, tokens, chunk.cached_position_start());
-        let digest = digest(tokens, &buffers);
-        Self { record: Record::new(id, buffers), digest }
+    /// Creates a parcel from a chunk's record.
+    pub(super) fn seal(record: Record) -> Self {
+        let digest = digest(&record.id.tokens, &record.buffers);
+        Self { record, digest }
     }
 
     /// Checks that the parcel is the requested piece, has the local layout, and is undamaged.

@@ -10,6 +10,7 @@ use kvcore::BlockKey;
 use kvtier::{Found, Loading, RecordId, RecordNote};
 use parking_lot::Mutex;
 
+use super::early::Early;
 use super::staging::Staged;
 use super::{LoadRule, MissReason, TierLink};
 use crate::metrics::LatencyHistogram;
@@ -45,7 +46,10 @@ pub enum BeganFetch {
 /// Nobody waits for the records any more.
 #[derive(Debug)]
 pub struct TierFetch {
-    records: Mutex<HashMap<BlockKey, Part>>,
+    pub(super) records: Mutex<HashMap<BlockKey, Part>>,
+    /// The records that are being loaded, in the order in which the prompt needs them.
+    pub(super) order: Vec<BlockKey>,
+    pub(super) early: Early,
     since: Instant,
     rule: LoadRule,
     /// The time to compute everything that is being loaded, or `None` if it is not known.
@@ -57,7 +61,7 @@ pub struct TierFetch {
 
 /// A record that a prompt needs.
 #[derive(Debug)]
-enum Part {
+pub(super) enum Part {
     /// The record is being loaded. Contains the time to compute it.
     Loading(Loading, Duration),
     Missed(MissReason),
@@ -98,11 +102,14 @@ impl TierLink {
         let missed =
             |(id, text): (RecordId, _)| (id.key, Part::Missed((&self.slab.why_absent(&id, text)).into()));
         records.extend(absent.into_iter().map(missed));
+        let order = listed.iter().map(|(id, _)| id.key).collect();
         let load = |(id, takes): (RecordId, _)| (id.key, Part::Loading(self.slab.begin_load(&id), takes));
         records.extend(listed.into_iter().map(load));
         let began = if staged.is_some() { BeganFetch::Loading } else { BeganFetch::Nothing };
         began(TierFetch {
             records: Mutex::new(records),
+            order,
+            early: Early::default(),
             since: Instant::now(),
             rule: self.rule,
             cost,
@@ -152,11 +159,11 @@ impl TierFetch {
         }
     }
 
-    /// Waits for at most `limit`, or until a record has arrived.
+    /// Waits for at most `limit`, or until the next record in the prompt's order has arrived.
     pub fn wait_for(&self, limit: Duration) {
         let until = Instant::now() + limit;
         let records = self.records.lock();
-        let next = records.values().find_map(|part| match part {
+        let next = self.order.iter().find_map(|key| match records.get(key)? {
             Part::Loading(loading, _) if !loading.is_over() => Some(loading),
             _ => None,
         });

@@ -3,7 +3,8 @@
 //! ```text
 //!   computed ──► save: copied ─► queue of the slab                         the request does not wait
 //!   before a lookup ──► fetch: what is missing here and on the disk        the step does not wait
-//!        └─ over, or slower than computing ──► lookup: compared, written ──► Hit      the rest: Compute
+//!        ├─ a few have arrived ──► written to blocks while the disk works
+//!        └─ over, or slower than computing ──► lookup: the rest is written ──► Hit      what is missing: Compute
 //! ```
 //!
 //! The bytes of a chunk or a block follow from its key, so what is loaded equals what would be computed. A piece
@@ -19,6 +20,7 @@ use crate::metrics::LatencyHistogram;
 use crate::replica::ReplicaDevice;
 
 mod accounts;
+mod early;
 mod fetch;
 mod lookup;
 mod metrics;

@@ -31,12 +31,12 @@ impl Assembler<'_> {
             missing += device.export_prefix(&self.main, self.tenant.root(), &keys, &tokens, each)?;
         }
         for hash in hashes {
-            let packed = self.chunks.map_or(Ok(None), |cache| {
+            let record = self.chunks.map_or(Ok(None), |cache| {
                 cache.wake_up_chunks(&[hash]);
-                device.copy_of(cache, &hash)
+                device.copy_of(cache, &hash, &|bytes| vec![0; bytes])
             })?;
-            match packed {
-                Some(parcel) => each(parcel.record)?,
+            match record {
+                Some(record) => each(record)?,
                 None => missing += hash.token_count,
             }
         }

@@ -1,7 +1,7 @@
 //! Fetches the parts of a prompt, and puts the blocks of prefixes back into the pool.
 
-use kvcore::{BlockId, BlockKey, KvPool, SharedBlocks};
-use kvtier::RecordNote;
+use kvcore::{BlockId, BlockKey, KvPool, MutableBlocks, SharedBlocks};
+use kvtier::{Found, RecordNote};
 
 use super::fetch::Wanted;
 use super::save::is_public;
@@ -45,17 +45,29 @@ impl TierLink {
     ) -> Result<SharedBlocks> {
         let cached = pool.blocks().cached_prefix(keys);
         let arrived: Vec<_> = keys[cached..].iter().map_while(|key| fetch.take(key)).collect();
-        let nothing = SharedBlocks::none(pool.blocks());
-        if arrived.is_empty() {
-            return Ok(nothing);
-        }
-        let Ok(blocks) = pool.blocks().allocate(arrived.len()) else { return Ok(nothing) };
-        for (&id, buffers) in blocks.ids().iter().zip(&arrived) {
+        let Ok(blocks) = pool.blocks().allocate(arrived.len()) else {
+            return Ok(SharedBlocks::none(pool.blocks()));
+        };
+        self.fill(blocks, (root, keys, cached), arrived)
+    }
+
+    /// Fills as many of the blocks as there are records, and registers them as the blocks after the first
+    /// `cached` ones of a chain.
+    pub(super) fn fill(
+        &self,
+        mut blocks: MutableBlocks,
+        (root, keys, cached): (&BlockKey, &[BlockKey], usize),
+        records: Vec<Found>,
+    ) -> Result<SharedBlocks> {
+        let count = records.len();
+        drop(blocks.split_off(count)?);
+        for (&id, buffers) in blocks.ids().iter().zip(records) {
             let pairs = blocks.write_pairs([(BlockId(0), id)])?;
-            self.device.write(1, pairs, buffers)?;
+            self.device.write(1, pairs, &buffers)?;
+            self.slab.recycle(buffers);
         }
         let parent = cached.checked_sub(1).map_or(*root, |last| keys[last]);
-        let registered = blocks.register(Some(parent), &keys[cached..cached + arrived.len()]);
+        let registered = blocks.register(Some(parent), &keys[cached..cached + count]);
         Ok(registered.map_err(|rejected| rejected.error)?)
     }
 }

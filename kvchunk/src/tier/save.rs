@@ -58,14 +58,15 @@ impl TierLink {
         if self.slab.contains(&hash.key) {
             return Ok(Some(Stored::Known));
         }
-        let Some(parcel) = self.device.copy_of(cache, hash)? else { return Ok(None) };
+        let memory = |bytes| self.slab.buffer(bytes);
+        let Some(record) = self.device.copy_of(cache, hash, &memory)? else { return Ok(None) };
         let note = RecordNote {
             parent: None,
             cost: self.prefill.cost(hash.token_count),
-            text: RecordNote::text_of(&parcel.record.id.tokens).filter(|_| is_public(tenant)),
+            text: RecordNote::text_of(&record.id.tokens).filter(|_| is_public(tenant)),
             account: self.account(cache, tenant),
         };
-        Ok(Some(self.slab.store(Record { note, ..parcel.record })))
+        Ok(Some(self.slab.store(Record { note, ..record })))
     }
 
     fn queue_prefix(
@@ -81,7 +82,7 @@ impl TierLink {
             if self.slab.contains(&key) {
                 continue;
             }
-            let buffers = self.device.read(&[block])?;
+            let buffers = self.device.read_into(&[block], &|bytes| self.slab.buffer(bytes))?;
             let parent = place.checked_sub(1).map(|before| keys[before]);
             let note = RecordNote { parent, cost: self.prefill.cost(tokens.len()), text: None, account };
             let id = self.device.record_id(key, tokens, (place * block_size) as i64);

@@ -1,6 +1,7 @@
 //! Replicas that share chunks: a parcel arrives once and unchanged, or the chunk is computed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+mod contents;
 mod failures;
 
 use std::sync::Arc;

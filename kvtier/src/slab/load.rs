@@ -71,7 +71,8 @@ impl Slab {
         state.get(key).map(|entry| Listing { bytes: entry.payload, note: entry.note })
     }
 
-    /// Starts to load a record, and returns without waiting for the disk.
+    /// Starts to load a record, and returns without waiting for the disk. Records are read in the order of the
+    /// calls, a few at a time.
     pub fn begin_load(&self, id: &RecordId) -> Loading {
         // Memory that nobody waits for any more belongs to the disk until it answers.
         let is_stuck = self.shared.given_up.load(Ordering::Relaxed) > self.shared.config.queue_bytes;
@@ -86,7 +87,10 @@ impl Slab {
             changed: Condvar::new(),
         });
         match place {
-            Ok(place) => LoadState::start(&loading, place),
+            Ok(place) => {
+                self.shared.rates.lock().begin();
+                self.shared.turns.enter(PlacedLoad::new(&loading, place));
+            }
             Err(missed) => loading.end(Err(missed)),
         }
         Loading(loading)
@@ -133,6 +137,11 @@ impl Loading {
     /// Returns whether the load has ended. Never blocks.
     pub fn is_over(&self) -> bool {
         self.0.ended.lock().is_over
+    }
+
+    /// Returns whether the record has arrived, and can be used. Never blocks.
+    pub fn has_arrived(&self) -> bool {
+        matches!(self.0.ended.lock().loaded, Some(Ok(_)))
     }
 
     /// Returns the part of the record that the disk has read so far, from 0 to 1. Never blocks.
@@ -215,43 +224,97 @@ struct Reads {
     pages: Vec<Option<Pages>>,
     left: usize,
     failed: Option<io::Error>,
+    /// The load, until it ends.
+    load: Option<PlacedLoad>,
+}
+
+/// A load with the place of its record.
+pub(super) struct PlacedLoad {
+    state: Arc<LoadState>,
+    place: Place,
+    /// The offsets and the page counts of the requests: the header's, and the payload's.
+    spans: Vec<(u64, usize)>,
+}
+
+impl PlacedLoad {
+    fn new(state: &Arc<LoadState>, place: Place) -> Self {
+        let geometry = state.shared.geometry;
+        let header = (geometry.cell_offset(place.runs[0].start), 1);
+        let spans: Vec<_> =
+            std::iter::once(header).chain(spans(geometry, &place.runs, place.payload)).collect();
+        state.requests.store(spans.len(), Ordering::Relaxed);
+        Self { state: Arc::clone(state), place, spans }
+    }
+
+    /// Returns the number of requests to the disk.
+    pub(super) fn requests(&self) -> usize {
+        self.spans.len()
+    }
+
+    /// Reads the record's header and payload together. If nobody waits for the record any more, reads nothing.
+    pub(super) fn read(self) {
+        if self.state.ended.lock().is_given_up {
+            return self.end(Err(Missed::Late));
+        }
+        let io = Arc::clone(&self.state.shared.io);
+        let request = |&(offset, count): &(u64, usize)| IoRequest {
+            direction: Direction::Read,
+            offset,
+            pages: io.pages(count),
+        };
+        let requests: Vec<_> = self.spans.iter().map(request).collect();
+        let pages = requests.iter().map(|_| None).collect();
+        let reads = Mutex::new(Reads { pages, left: requests.len(), failed: None, load: Some(self) });
+        io.start(requests, Arc::new(move |end| reads.lock().ended(end)));
+    }
+
+    /// Returns the buffers of the record that was read, if its bytes and its identity match.
+    fn check(&self, pages: &[Pages]) -> Result<Found, Missed> {
+        let Self { state, place, .. } = self;
+        let (head, rest) = pages.split_first().ok_or(Missed::Damaged)?;
+        let header = Header::read(&head.bytes()[..PAGE]).ok_or(Missed::Damaged)?;
+        if header.sequence != place.sequence || header.payload_len() != Some(place.payload) {
+            return Err(Missed::Damaged);
+        }
+        let memory = |len| state.shared.spares.take(len);
+        header.read_payload(&state.id, rest.iter().map(Pages::bytes), memory).map_err(|fault| match fault {
+            PayloadFault::Damaged => Missed::Damaged,
+            PayloadFault::Differs => Missed::Differs,
+        })
+    }
+
+    /// Ends the load, and lets the next one begin.
+    fn end(self, loaded: Result<Found, Missed>) {
+        let Self { state, place, spans } = self;
+        state.shared.release(&place, &state.id, &loaded);
+        state.end(loaded);
+        state.shared.turns.leave(spans.len());
+    }
+}
+
+impl Reads {
+    /// Takes the memory of a request that has ended. After the last one, checks the record.
+    fn ended(&mut self, end: IoEnd) {
+        self.pages[end.index] = Some(end.pages);
+        self.failed = self.failed.take().or(end.result.err());
+        self.left -= 1;
+        if let Some(load) = &self.load {
+            load.state.answered.fetch_add(1, Ordering::Relaxed);
+        }
+        if let Some(load) = self.load.take_if(|_| self.left == 0) {
+            let pages: Vec<Pages> = self.pages.drain(..).flatten().collect();
+            let loaded = match self.failed.take() {
+                Some(error) => Err(Missed::Failed(error)),
+                None => load.check(&pages),
+            };
+            // Before the next load needs memory.
+            drop(pages);
+            load.end(loaded);
+        }
+    }
 }
 
 impl LoadState {
-    /// Reads a record's header and payload together.
-    fn start(this: &Arc<Self>, place: Place) {
-        let shared = &*this.shared;
-        let header = (shared.geometry.cell_offset(place.runs[0].start), 1);
-        let spans = std::iter::once(header).chain(spans(shared.geometry, &place.runs, place.payload));
-        let request = |(offset, count)| {
-            let pages = shared.io.pages(count);
-            IoRequest { direction: Direction::Read, offset, pages }
-        };
-        let requests: Vec<_> = spans.map(request).collect();
-        this.requests.store(requests.len(), Ordering::Relaxed);
-        let pages = (0..requests.len()).map(|_| None).collect();
-        let reads = Mutex::new(Reads { pages, left: requests.len(), failed: None });
-        shared.rates.lock().begin();
-        let this = Arc::clone(this);
-        let on_end = move |end: IoEnd| {
-            let mut reads = reads.lock();
-            reads.pages[end.index] = Some(end.pages);
-            reads.failed = reads.failed.take().or(end.result.err());
-            reads.left -= 1;
-            this.answered.fetch_add(1, Ordering::Relaxed);
-            if reads.left == 0 {
-                let pages: Vec<Pages> = reads.pages.drain(..).flatten().collect();
-                let loaded = match reads.failed.take() {
-                    Some(error) => Err(Missed::Failed(error)),
-                    None => check(&place, &this.id, &pages),
-                };
-                this.shared.release(&place, &this.id, &loaded);
-                this.end(loaded);
-            }
-        };
-        shared.io.start(requests, Arc::new(on_end));
-    }
-
     fn end(&self, loaded: Result<Found, Missed>) {
         let mut ended = self.ended.lock();
         ended.is_over = true;
@@ -263,19 +326,6 @@ impl LoadState {
         drop(ended);
         self.changed.notify_all();
     }
-}
-
-/// Returns the buffers of a record that was read, if its bytes and its identity match.
-fn check(place: &Place, id: &RecordId, pages: &[Pages]) -> Result<Found, Missed> {
-    let (head, rest) = pages.split_first().ok_or(Missed::Damaged)?;
-    let header = Header::read(&head.bytes()[..PAGE]).ok_or(Missed::Damaged)?;
-    if header.sequence != place.sequence || header.payload_len() != Some(place.payload) {
-        return Err(Missed::Damaged);
-    }
-    header.read_payload(id, rest.iter().map(Pages::bytes)).map_err(|fault| match fault {
-        PayloadFault::Damaged => Missed::Damaged,
-        PayloadFault::Differs => Missed::Differs,
-    })
 }
 
 /// A record that is being read.

@@ -39,9 +39,11 @@ mod order;
 mod queue;
 mod ranking;
 mod rates;
+mod spares;
 mod state;
 mod table;
 mod touch;
+mod turns;
 mod usage;
 mod write;
 
@@ -51,7 +53,9 @@ pub use inspect::{InspectedAccount, InspectedScope, Inspection};
 pub use load::{Found, Listing, Loading, Missed};
 use queue::Queue;
 use rates::ReadRates;
+use spares::Spares;
 use state::SlabState;
+use turns::ReadTurns;
 use usage::Counts;
 pub use usage::{AccountUsage, SlabUsage};
 
@@ -134,6 +138,8 @@ struct Shared {
     queue_changed: Condvar,
     counts: Mutex<Counts>,
     rates: Mutex<ReadRates>,
+    turns: ReadTurns,
+    spares: Spares,
     /// The number of bytes in loads that were given up and that the disk has not answered.
     given_up: AtomicUsize,
 }
@@ -206,6 +212,8 @@ impl Slab {
             queue_changed: Condvar::new(),
             counts: Mutex::default(),
             rates: Mutex::default(),
+            turns: ReadTurns::default(),
+            spares: Spares::default(),
             given_up: AtomicUsize::new(0),
         });
         let mut this = Self { shared, writers: Vec::new(), lock };
@@ -257,6 +265,17 @@ impl Slab {
         Stored::Queued
     }
 
+    /// Returns memory of `len` bytes with undefined contents, for a buffer of a record to be stored. It is memory of
+    /// records that have been written, if there is some.
+    pub fn buffer(&self, len: usize) -> Vec<u8> {
+        self.shared.spares.take(len)
+    }
+
+    /// Gives the memory of a record that was loaded and used back to the slab, which uses it again.
+    pub fn recycle(&self, buffers: Found) {
+        self.shared.recycle(buffers);
+    }
+
     /// Returns whether a record with this key can be loaded. Returns false if a load has asked for another
     /// identity under this key, so that the record is stored again.
     pub fn contains(&self, key: &BlockKey) -> bool {
@@ -292,6 +311,11 @@ impl Slab {
 }
 
 impl Shared {
+    /// Keeps the memory of a record for other records, up to half of what may wait to be written.
+    fn recycle(&self, buffers: Vec<Vec<u8>>) {
+        self.spares.give(buffers, self.config.queue_bytes / 2);
+    }
+
     fn count(&self, change: impl FnOnce(&mut Counts)) {
         change(&mut self.counts.lock());
     }

@@ -155,7 +155,7 @@ impl Shared {
         // Both are locked, so that a record is always waiting or stored until it is dropped.
         let mut queue = self.queue.lock();
         let is_kept = queue.settle(number, &records);
-        let mut orphans = 0;
+        let (mut orphans, mut used) = (0, Vec::new());
         for Placed { record, runs, sequence, created, identity, .. } in batch {
             let (payload, note) = (record.payload_len(), record.note);
             // The parent may have left while this record was written.
@@ -167,6 +167,7 @@ impl Shared {
             } else {
                 state.give_back(Group::Own(note.account), runs);
             }
+            used.extend(record.buffers);
         }
         if written.is_err() || !is_kept {
             // Children that another thread has written before.
@@ -178,6 +179,7 @@ impl Shared {
             counts.write_errors += u64::from(written.is_err() && is_kept);
         });
         drop((state, queue));
+        self.recycle(used);
         self.queue_changed.notify_all();
     }
 

@@ -133,6 +133,14 @@ impl TestDisk {
         self.state().late.as_ref().map_or(0, Vec::len)
     }
 
+    /// Answers the requests that hang, and lets those hang that are started in the meantime.
+    pub(crate) fn hang_next(&self) {
+        let hanging = self.state().hanging.replace(Vec::new()).unwrap_or_default();
+        for (index, request, on_end) in hanging {
+            self.below.start(vec![request], Arc::new(move |end| on_end(IoEnd { index, ..end })));
+        }
+    }
+
     /// Answers the requests that hang or are late, and later ones.
     pub(crate) fn go_on(&self) {
         let mut state = self.state();

@@ -263,6 +263,13 @@ impl LivePrompt {
         Ok(assembler(runner, request, self.keys, &reindexer)?.fetch(prompt, plan)?)
     }
 
+    /// Puts the prompt's parts that a fetch has brought so far into the caches. Does nothing for an ordinary prompt.
+    pub(crate) fn put_arrived(&self, runner: &Runner, request: &Request, fetch: &TierFetch) -> Result<()> {
+        let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(()) };
+        let reindexer = PositionReindexer::for_layers(&self.ropes);
+        Ok(assembler(runner, request, self.keys, &reindexer)?.put_arrived(prompt, plan, fetch)?)
+    }
+
     /// Returns whether a disk has everything that it can store for the prompt's parts.
     pub(crate) fn is_saved(&self, runner: &Runner, request: &Request) -> Result<bool> {
         let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(false) };

@@ -100,7 +100,7 @@ impl LiveRequest {
             return Ok(None);
         }
         if self.prompt.is_chunked() {
-            let fetched = if let DiskFetch::Running(fetch) = &self.fetch { Some(fetch) } else { None };
+            let fetched = if let DiskFetch::Running(fetch) = &self.fetch { Some(&**fetch) } else { None };
             self.prompt.look_up(runner, &self.request, fetched)?;
             self.fetch.finish();
             return Ok(None);

@@ -3,13 +3,14 @@
 //!
 //! ```text
 //!   waiting: Open ──► Running ──► over ──► admitted ──► Done        preempted: Open again
+//!              │         └─► a few records have arrived: written to the caches
 //!              └─► nothing on the disk ─────► admitted ──► Done
 //! ```
 
 use std::time::Duration;
 
 use kvchunk::{BeganFetch, TierFetch, TierLink};
-use kvcore::{KvPool, SharedBlocks};
+use kvcore::{BlockKey, KvPool, SharedBlocks};
 
 use super::live::LiveRequest;
 use super::scheduler::Scheduler;
@@ -26,7 +27,7 @@ pub(super) enum DiskFetch {
     #[default]
     Open,
     /// The records are being loaded, or have been loaded and are not used yet.
-    Running(TierFetch),
+    Running(Box<TierFetch>),
     /// The request has used what was on the disk.
     Done,
 }
@@ -49,7 +50,7 @@ impl Scheduler {
         for live in self.waiting.values_mut().filter(open) {
             match live.begin_fetch(runner, tier) {
                 Ok(Some(BeganFetch::Loading(fetch) | BeganFetch::Nothing(fetch))) => {
-                    live.fetch = DiskFetch::Running(fetch);
+                    live.fetch = DiskFetch::Running(Box::new(fetch));
                 }
                 Ok(Some(BeganFetch::Later)) => {
                     later += 1;
@@ -60,6 +61,14 @@ impl Scheduler {
                 // The lookup reports what is wrong with the request.
                 Ok(None) | Err(_) => live.fetch = DiskFetch::Done,
             }
+        }
+    }
+
+    /// Puts what waiting requests have loaded so far into the caches.
+    pub(super) fn put_arrived(&mut self, runner: &Runner) {
+        for live in self.waiting.values_mut() {
+            // What cannot be put into the caches is computed.
+            drop(live.put_arrived(runner));
         }
     }
 
@@ -106,13 +115,34 @@ impl LiveRequest {
         self.finds_prefix().then(|| cache.kv_pool().clone())
     }
 
+    /// Puts what was loaded so far into the caches, if the request still waits for the rest.
+    fn put_arrived(&mut self, runner: &Runner) -> Result<()> {
+        let DiskFetch::Running(fetch) = &self.fetch else { return Ok(()) };
+        if fetch.is_over() {
+            return Ok(());
+        }
+        if self.prompt.is_chunked() {
+            return self.prompt.put_arrived(runner, &self.request, fetch);
+        }
+        self.put_loaded(runner, TierLink::put_arrived).map(drop)
+    }
+
     /// Puts the blocks of an ordinary prompt that were loaded into the pool, and holds them.
     pub(super) fn put_prefix(&mut self, runner: &Runner) -> Result<Option<SharedBlocks>> {
+        self.put_loaded(runner, TierLink::put_prefix)
+    }
+
+    /// Calls `put` with the chain of an ordinary prompt that is being loaded: its root and the keys of its blocks.
+    fn put_loaded<R>(
+        &mut self,
+        runner: &Runner,
+        put: impl FnOnce(&TierLink, &KvPool, (&BlockKey, &[BlockKey]), &TierFetch) -> kvchunk::Result<R>,
+    ) -> Result<Option<R>> {
         let (Some(tier), Some(pool)) = (&runner.tier, self.kept_in(runner)) else { return Ok(None) };
         let (DiskFetch::Running(fetch), Some(branch)) = (&self.fetch, self.unfed()) else { return Ok(None) };
         let root = *self.prompt.keys().root();
         let keys = self.branches[branch].prompt_keys(root, pool.block_size());
-        Ok(Some(tier.put_prefix(&pool, (&root, keys.keys()), fetch)?))
+        Ok(Some(put(tier, &pool, (&root, keys.keys()), fetch)?))
     }
 
     /// Queues the blocks of a sample's sequence to be written to the disk, so that prompts that start with the

@@ -33,6 +33,7 @@ impl Scheduler {
         }
         self.take_slots(runner);
         self.fetch(runner);
+        self.put_arrived(runner);
         // A request that was preempted in this step must not be admitted again in the same step.
         while left > 0 && self.preemptions == preempted {
             let Some((rank, fed)) = self.admit(runner, left) else { break };

@@ -28,7 +28,9 @@ fn started(backend: Arc<Faulty>, folder: &Path) -> Engine {
 #[rstest]
 fn saves_that_the_backend_refuses_are_counted_and_change_no_answer(
     #[values(true, false)] is_chunked: bool,
-    #[values("swap_blocks", "allocate")] operation: &'static str,
+    // Far memory is staged in a copy of its own.
+    #[values((true, "swap_blocks"), (true, "allocate_host"), (true, "read_bytes"), (false, "read_bytes"))]
+    (is_far, operation): (bool, &'static str),
 ) {
     let prompt = Golden::load("llama").prompt;
     let tokens =
@@ -41,7 +43,8 @@ fn saves_that_the_backend_refuses_are_counted_and_change_no_answer(
     };
     let mut all = None;
     for passing in 0.. {
-        let (backend, folder) = (Faulty::new(), tempfile::tempdir().unwrap());
+        let backend = if is_far { Faulty::far() } else { Faulty::new() };
+        let folder = tempfile::tempdir().unwrap();
         let mut engine = started(Arc::clone(&backend), folder.path());
         let expected = engine.generate(&request, &mut ()).unwrap().tokens;
         let records = *all.get_or_insert_with(|| saved(&engine));

@@ -1,6 +1,7 @@
 //! A disk that answers late or never: no step waits for it, and every request ends.
 
 use std::io;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +17,7 @@ use crate::asking::{ask_three, engine};
 use crate::common::Golden;
 use crate::crowd::Read;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A file that can stop answering reads.
 #[derive(Debug)]
@@ -27,7 +28,7 @@ struct SlowDisk {
 
 /// The reads that the disk has not answered, while it hangs.
 #[derive(Clone, Default)]
-struct Held(Arc<Mutex<Option<Vec<HeldRead>>>>);
+pub(crate) struct Held(Arc<Mutex<Option<Vec<HeldRead>>>>);
 
 /// A read that the disk has not answered, with its index in its call.
 type HeldRead = (IoRequest, OnEnd, usize);
@@ -64,26 +65,39 @@ impl DiskIo for SlowDisk {
 }
 
 impl Held {
-    fn hang(&self) {
+    pub(crate) fn hang(&self) {
         *self.0.lock() = Some(Vec::new());
     }
 
     /// Answers the reads that hang with an error, and lets later ones through.
-    fn fail(&self) {
+    pub(crate) fn fail(&self) {
         for (request, on_end, index) in self.0.lock().take().unwrap_or_default() {
             let IoRequest { pages, .. } = request;
             on_end(kvtier::io::IoEnd { index, pages, result: Err(io::Error::other("broken")) });
         }
     }
 
+    /// Answers the first reads that hang from the disk in `folder`, up to a number of them.
+    pub(crate) fn answer(&self, most: usize, folder: &Path) {
+        let reads: Vec<HeldRead> = match self.0.lock().as_mut() {
+            Some(held) => held.drain(..most.min(held.len())).collect(),
+            None => return,
+        };
+        let file = std::fs::File::open(folder.join(Slab::FILE)).unwrap();
+        for (IoRequest { offset, mut pages, .. }, on_end, index) in reads {
+            file.read_exact_at(pages.bytes_mut(), offset).unwrap();
+            on_end(kvtier::io::IoEnd { index, pages, result: Ok(()) });
+        }
+    }
+
     /// Returns the number of reads that hang.
-    fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.0.lock().as_ref().map_or(0, Vec::len)
     }
 }
 
 /// Starts an engine over a disk in `folder`, and returns it with the switch of the disk.
-fn started(folder: &Path, rule: LoadRule) -> (Engine, Held) {
+pub(crate) fn started(folder: &Path, rule: LoadRule) -> (Engine, Held) {
     let mut engine = engine("llama", DType::F32.into());
     let path = folder.join(Slab::FILE);
     let held = Held::default();
@@ -95,14 +109,14 @@ fn started(folder: &Path, rule: LoadRule) -> (Engine, Held) {
 }
 
 /// Saves a prompt, and returns the folder and the answer.
-fn saved() -> (tempfile::TempDir, ChunkedPrompt, Generation) {
+pub(crate) fn saved() -> (tempfile::TempDir, ChunkedPrompt, Generation) {
     let (folder, prompt) = (tempfile::tempdir().unwrap(), Golden::load("llama").prompt);
     let (mut engine, _) = started(folder.path(), LoadRule::Always(PATIENCE));
     let answer = ask_three(&mut engine, &prompt, kvchunk::ReuseCell::SEQUENTIAL_WITH_SYSTEM);
     (folder, prompt, answer)
 }
 
-fn request(prompt: impl Into<PromptTokens>) -> Request {
+pub(crate) fn request(prompt: impl Into<PromptTokens>) -> Request {
     Request {
         max_new_tokens: 3,
         cell: kvchunk::ReuseCell::SEQUENTIAL_WITH_SYSTEM,

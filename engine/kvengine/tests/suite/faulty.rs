@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::{
-    Backend, Capabilities, Checked, CounterSnapshot, Counters, Error, Event, MemoryKind, Result, Storage,
-    Stream, TensorView,
+    Backend, Capabilities, Checked, CounterSnapshot, Counters, DType, Error, Event, MemoryKind, Result,
+    Storage, Stream, TensorView,
 };
 
 /// The CPU backend, which refuses one operation.
@@ -16,6 +16,7 @@ use kvcore::{
 pub(crate) struct Faulty {
     cpu: Arc<CpuBackend>,
     fuse: Arc<Fuse>,
+    is_far: bool,
 }
 
 /// The number of operations to accept before the next refusal, and the names of the refused operations.
@@ -54,7 +55,12 @@ impl Fuse {
 
 impl Faulty {
     pub(crate) fn new() -> Arc<Self> {
-        Arc::new(Self { cpu: CpuBackend::new(), fuse: Arc::default() })
+        Arc::new(Self { cpu: CpuBackend::new(), fuse: Arc::default(), is_far: false })
+    }
+
+    /// Creates a backend that does not tell that its memory is host memory.
+    pub(crate) fn far() -> Arc<Self> {
+        Arc::new(Self { cpu: CpuBackend::new(), fuse: Arc::default(), is_far: true })
     }
 
     /// Accepts the next `passing` operations, refuses one operation, and accepts all later operations.
@@ -94,11 +100,12 @@ impl Backend for Faulty {
         self.cpu.capabilities()
     }
     fn shares_host_memory(&self) -> bool {
-        self.cpu.shares_host_memory()
+        !self.is_far && self.cpu.shares_host_memory()
     }
 
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
-        self.fuse.check("allocate")?;
+        let is_host = self.is_far && kind == MemoryKind::System;
+        self.fuse.check(if is_host { "allocate_host" } else { "allocate" })?;
         self.cpu.allocate(kind, bytes)
     }
     fn stream(&self) -> Result<Arc<dyn Stream>> {
@@ -139,11 +146,11 @@ impl Stream for FaultyStream {
         self.stream.synchronize()
     }
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
-        self.fuse.check("write")?;
+        self.fuse.check(if dst.dtype() == DType::U8 { "write_bytes" } else { "write" })?;
         self.stream.write(dst, src)
     }
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
-        self.fuse.check("read")?;
+        self.fuse.check(if src.dtype() == DType::U8 { "read_bytes" } else { "read" })?;
         self.stream.read(src, dst)
     }
 }

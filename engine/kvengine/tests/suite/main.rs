@@ -15,6 +15,7 @@ mod crowd;
 mod decoys;
 mod devices;
 mod disk;
+mod disk_early;
 mod disk_saves;
 mod disk_tenants;
 mod disk_waits;
