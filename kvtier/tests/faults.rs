@@ -334,7 +334,7 @@ fn thousands_of_loads_end_on_a_small_stack() {
     let small = std::thread::Builder::new().stack_size(256 << 10);
     let ends = move || {
         disk.go_on();
-        loads.into_iter().filter(|loading| loading.has_arrived()).count()
+        loads.into_iter().filter(kvtier::Loading::has_arrived).count()
     };
     assert_eq!(small.spawn(ends).unwrap().join().unwrap(), 50_000);
     slab.check_invariants().unwrap();

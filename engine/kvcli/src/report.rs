@@ -5,7 +5,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
-use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
+use kvchunk::{ChunkReport, MissReason, ReuseCell, SleepForm, SleepUsage};
 use kvcore::{GraphCounts, PoolCounts};
 use kvengine::{
     CacheReport, Engine, FinishReason, Generation, PromptTokens, Sampler, Sampling, TokenLogprobs,
@@ -33,6 +33,7 @@ pub(crate) struct AnswerJson<'a> {
     ttft_ms: f64,
     total_ms: f64,
     cell: ReuseCell,
+    prefix_missed: Option<MissReason>,
     chunks: &'a [ChunkReport],
     blocks: BlocksJson,
     memory: MemoryJson,
@@ -185,6 +186,7 @@ pub(crate) fn answer_json<'a>(
         ttft_ms: ms(generation.ttft),
         total_ms: ms(generation.total),
         cell,
+        prefix_missed: generation.prefix_missed,
         chunks: &generation.chunks,
         blocks: BlocksJson { all, pools: caches },
         memory: MemoryJson::of(engine),

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvchunk::{ChunkReport, ChunkedPrompt, ContextScaling, Recompute, RecomputeStrategy, ReuseCell};
+use kvchunk::{
+    ChunkReport, ChunkedPrompt, ContextScaling, MissReason, Recompute, RecomputeStrategy, ReuseCell,
+};
 use kvcore::Retention;
 use serde::Serialize;
 
@@ -374,6 +376,9 @@ pub struct Generation {
     pub ttft: Duration,
     /// The time from the submission of the request to the end of the answer.
     pub total: Duration,
+    /// The reason why the start of the prompt was not found: the first missing block of an ordinary prompt, or of the
+    /// system prompt of a chunked one. `None` if all blocks were found, or nothing was looked up.
+    pub prefix_missed: Option<MissReason>,
     /// One report per chunk, in the prompt's order; empty for an ordinary prompt.
     pub chunks: Vec<ChunkReport>,
     /// The score of the answer, if it was found by a [beam search](Request::beams).

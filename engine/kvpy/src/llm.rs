@@ -62,6 +62,9 @@ pub(crate) struct RequestOutput {
     /// For each document, the reason why it was not found, such as `"new"`, `"evicted"` or `"slower"`. `None` for
     /// a document that was found, and with full attention.
     missed: Vec<Option<&'static str>>,
+    /// The reason why the start of the prompt was not found: the first missing block of an ordinary prompt, or of the
+    /// system prompt of a chunked one. `None` if all of it was found.
+    prefix_missed: Option<&'static str>,
     /// The time to the first token, in seconds.
     ttft: f64,
 }
@@ -106,6 +109,7 @@ impl Running<'_> {
             num_cached_tokens: end.cached_tokens,
             num_recomputed_tokens: end.recomputed_tokens,
             missed: end.chunks.iter().map(|chunk| chunk.missed.map(MissReason::name)).collect(),
+            prefix_missed: end.prefix_missed.map(MissReason::name),
             ttft: end.ttft.as_secs_f64(),
         })
     }

@@ -23,6 +23,7 @@ from test_pressure import prompt
 
 from kvcache import KvCacheError
 from kvcache._native import Slab
+from kvcache.vllm.disk.prefill import PrefillRate
 
 ROOMY = Roomy()
 
@@ -83,7 +84,7 @@ def test_a_disk_that_hangs_delays_requests_by_its_deadline_and_no_step(disk: Dis
     engine = disk.start()
     disk.ask(engine, tokens, chunk_lengths=LENGTHS)
     disk.ask(engine, plain)
-    engine = disk.restart(disk_deadline=0.3)
+    engine = disk.restart(disk_deadline=2)
     own = dict(engine.disk.blocks)
     engine.disk.blocks.update({of_prefix: Hanging(blocks) for of_prefix, blocks in own.items()})
     engine.ask("busy", [3, 4, 5, 6], count=400)
@@ -94,8 +95,8 @@ def test_a_disk_that_hangs_delays_requests_by_its_deadline_and_no_step(disk: Dis
         before = time.monotonic()
         engine.step()
         longest = max(longest, time.monotonic() - before)
-        assert time.monotonic() - began < 5, "requests wait for a disk that hangs"
-    assert longest < 0.2, f"a step waited for the disk for {longest:.2f} s"
+        assert time.monotonic() - began < 60, "requests wait for a disk that hangs"
+    assert longest < 1, f"a step waited for the disk for {longest:.2f} s"
     engine.run()
     said = engine.answers["chunks"][1]
     assert missed(said) == {"0": "deadline", "1": "deadline", "2": "deadline"} and reused(said) == 0
@@ -106,7 +107,7 @@ def test_a_disk_that_hangs_delays_requests_by_its_deadline_and_no_step(disk: Dis
     # The disk is left alone: nobody waits for it again.
     began = time.monotonic()
     said = disk.ask(engine, prompt(LENGTHS, first=11), chunk_lengths=LENGTHS)
-    assert set(missed(said).values()) == {"deadline"} and time.monotonic() - began < 0.25
+    assert set(missed(said).values()) == {"deadline"} and time.monotonic() - began < 1
     assert [engine.disk.blocks[of_prefix].begun for of_prefix in (False, True)] == begun
     engine.disk.blocks.update(own)
     nothing_held_but_the_disk(engine)
@@ -119,7 +120,7 @@ def test_a_load_that_takes_longer_than_computing_is_skipped(disk: Disk) -> None:
     disk.ask(disk.start(), tokens, chunk_lengths=LENGTHS)
     engine = disk.restart(disk_loads="if-faster")
     # A step took a microsecond per token, and the disk needs a second for anything.
-    engine.disk.measured(100, 1e-4)
+    engine.disk.measured(2000, 2e-3)
     blocks = engine.disk.blocks[False]
 
     class Slow:
@@ -133,23 +134,33 @@ def test_a_load_that_takes_longer_than_computing_is_skipped(disk: Disk) -> None:
     assert missed(said) == {"0": "slower", "1": "slower", "2": "slower"}
     assert usage(engine, "loads_skipped_slower", "hits") == (3, 0)
     # One of so many is tried all the same, because the disk may have become faster.
-    engine.disk.measured(1, 1e3)
+    engine.disk.measured(2000, 2e6)
     skips = engine.disk.skips
     assert skips == 1
     engine = disk.restart(disk_loads="if-faster")
-    engine.disk.measured(100, 1e4)
+    engine.disk.measured(2000, 2e5)
     assert reused(disk.ask(engine, tokens, chunk_lengths=LENGTHS)) == 90, "computing takes hours"
+
+
+def test_few_measured_tokens_do_not_make_a_request_wait() -> None:
+    rate = PrefillRate()
+    assert rate.cost(100) == 0.0 and rate.cost(100, 3.0) == 3.0, "nothing is measured"
+    rate.measured(50, 5.0)
+    assert rate.cost(100) == 10.0 and rate.cost(100, 3.0) == 3.0, "a short step takes longer per token"
+    assert rate.cost(100, 20.0) == 10.0, "it was stored on a slower machine"
+    rate.measured(2000, 40.0)
+    assert 2.0 < rate.cost(100) < 2.3 and rate.cost(100, 1.0) == rate.cost(100), "longer steps weigh more"
 
 
 def test_a_request_stops_waiting_when_giving_up_costs_a_twentieth(disk: Disk) -> None:
     disk.ask(disk.start(), prompt(LENGTHS), chunk_lengths=LENGTHS)
     engine = disk.restart(disk_loads="if-faster", disk_deadline=60)
     engine.disk.blocks[False] = Hanging(engine.disk.blocks[False])
-    # Ninety tokens take two seconds.
-    engine.disk.measured(90, 2.0)
+    # Ninety tokens take twenty seconds.
+    engine.disk.measured(1800, 400.0)
     began = time.monotonic()
     said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
-    assert set(missed(said).values()) == {"deadline"} and 0.08 < time.monotonic() - began < 0.8
+    assert set(missed(said).values()) == {"deadline"} and 0.9 < time.monotonic() - began < 10
 
 
 class Throttled:
@@ -195,7 +206,7 @@ def test_a_slow_disk_costs_at_most_a_twentieth(disk: Disk, seconds: float, found
     disk.ask(disk.start(), prompt(LENGTHS), chunk_lengths=LENGTHS)
     engine = disk.restart(disk_loads="if-faster", disk_deadline=60)
     engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], seconds)
-    engine.disk.measured(90, 4.0)
+    engine.disk.measured(1800, 80.0)
     began = time.monotonic()
     said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
     assert reused(said) == found and set(missed(said).values()) <= {"deadline"}
@@ -212,7 +223,7 @@ def test_a_disk_that_is_hardly_slower_than_computing_costs_at_most_a_tenth(disk:
     disk.ask(disk.start(), prompt(LENGTHS), chunk_lengths=LENGTHS)
     engine = disk.restart(disk_loads="if-faster", disk_deadline=60)
     engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], seconds)
-    engine.disk.measured(90, 8.0)
+    engine.disk.measured(1800, 160.0)
     began = time.monotonic()
     said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
     assert reused(said) == 0 and set(missed(said).values()) == {"deadline"}
@@ -242,7 +253,7 @@ def test_a_disk_that_still_reads_at_the_deadline_is_asked_again(disk: Disk, seco
 def test_the_time_to_compute_is_stored_with_a_record(disk: Disk) -> None:
     """After a restart, nothing has been measured yet."""
     engine = disk.start()
-    engine.disk.measured(90, 5.0)
+    engine.disk.measured(1800, 100.0)
     engine.disk.measured = lambda *_: None
     disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
     engine = disk.restart(disk_loads="if-faster", disk_deadline=60)

@@ -118,10 +118,9 @@ impl TierLink {
         })
     }
 
-    /// Returns the time to compute a record: as measured in this process, or else when the record was computed.
+    /// Returns the time to compute a record, or `None` if it is not known.
     fn cost_of(&self, id: &RecordId, note: RecordNote) -> Option<Duration> {
-        let measured = self.prefill.cost(id.tokens.len());
-        Some(if measured.is_zero() { note.cost } else { measured }).filter(|cost| !cost.is_zero())
+        Some(self.prefill.cost_now(id.tokens.len(), note.cost)).filter(|cost| !cost.is_zero())
     }
 
     /// Returns whether computing is expected to end before the disk has read `bytes`, and the disk need not be
@@ -198,7 +197,7 @@ impl TierFetch {
     }
 
     /// Returns why a record is not used, if the prompt asked for it.
-    pub(crate) fn reason(&self, key: &BlockKey) -> Option<MissReason> {
+    pub fn reason(&self, key: &BlockKey) -> Option<MissReason> {
         match self.records.lock().get(key)? {
             Part::Loading(..) => None,
             Part::Missed(reason) => Some(*reason),

@@ -26,6 +26,7 @@ mod lookup;
 mod metrics;
 mod missed;
 mod portable;
+mod prefill;
 mod prefix;
 mod save;
 mod staging;
@@ -36,6 +37,7 @@ pub(crate) use lookup::TierLookup;
 pub use metrics::TierMetrics;
 pub use missed::MissReason;
 pub use portable::{Adopted, Adoption};
+pub use prefill::PrefillRate;
 pub(crate) use save::TierSaving;
 use staging::Staging;
 
@@ -103,22 +105,5 @@ impl TierLink {
             tenants: self.tenants(),
             waits: self.waits.snapshot(),
         }
-    }
-}
-
-/// The measured time to compute a token in a prefill, shared by an engine with its tier.
-#[derive(Debug, Default)]
-pub struct PrefillRate(AtomicU64);
-
-impl PrefillRate {
-    /// Sets the time per token in seconds.
-    pub fn set(&self, seconds: f64) {
-        self.0.store(seconds.to_bits(), Ordering::Relaxed);
-    }
-
-    /// Returns the time to compute `tokens` tokens, or zero if nothing was measured.
-    fn cost(&self, tokens: usize) -> Duration {
-        let seconds = f64::from_bits(self.0.load(Ordering::Relaxed)) * tokens as f64;
-        Duration::try_from_secs_f64(seconds).unwrap_or_default()
     }
 }

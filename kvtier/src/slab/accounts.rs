@@ -1,5 +1,6 @@
 //! Accounts: how many cells and records each tenant has, and whose records leave first.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use crate::record::AccountId;
@@ -49,21 +50,33 @@ impl Accounts {
         self.all.iter().map(|(&group, account)| (group, account))
     }
 
-    /// Returns the groups in the order in which they give up records: first those of other models, and then the
-    /// tenants that use the largest shares of their limits. A tenant without a limit may use `cells`.
+    /// Returns the group that gives up records first.
+    pub(super) fn most_pressed(&self, cells: u32) -> Option<Group> {
+        self.pressed(cells).min_by(gives_first).map(|(group, _)| group)
+    }
+
+    /// Returns the groups in the order in which they give up records.
     pub(super) fn by_pressure(&self, cells: u32) -> Vec<Group> {
-        let pressure = |account: &Account| {
+        let mut groups: Vec<_> = self.pressed(cells).collect();
+        groups.sort_by(gives_first);
+        groups.into_iter().map(|(group, _)| group).collect()
+    }
+
+    /// Returns the groups that have records, each with the share of its limit that it uses. A tenant without a limit
+    /// may use `cells`.
+    fn pressed(&self, cells: u32) -> impl Iterator<Item = (Group, f64)> {
+        let pressure = move |account: &Account| {
             f64::from(account.cells) / f64::from(account.limit.unwrap_or(cells).clamp(1, cells.max(1)))
         };
         let used = self.all.iter().filter(|(_, account)| account.records > 0);
-        let mut groups: Vec<(Group, f64)> =
-            used.map(|(&group, account)| (group, pressure(account))).collect();
-        let is_own = |group: Group| group != Group::Foreign;
-        groups.sort_by(|&(a, of_a), &(b, of_b)| {
-            is_own(a).cmp(&is_own(b)).then(of_b.total_cmp(&of_a)).then(a.cmp(&b))
-        });
-        groups.into_iter().map(|(group, _)| group).collect()
+        used.map(move |(&group, account)| (group, pressure(account)))
     }
+}
+
+/// Orders groups: first those of other models, and then the tenants that use the largest shares of their limits.
+fn gives_first(&(a, of_a): &(Group, f64), &(b, of_b): &(Group, f64)) -> Ordering {
+    let is_own = |group: Group| group != Group::Foreign;
+    is_own(a).cmp(&is_own(b)).then(of_b.total_cmp(&of_a)).then(a.cmp(&b))
 }
 
 #[cfg(test)]
@@ -87,6 +100,10 @@ mod tests {
         *accounts.of(own(5)) = Account { cells: 90, ..Account::default() };
         let order = accounts.by_pressure(100);
         assert_eq!(order, [Group::Foreign, own(4), own(1), own(2), own(3)]);
+        assert_eq!(accounts.most_pressed(100), Some(Group::Foreign));
+        accounts.of(Group::Foreign).records = 0;
+        assert_eq!(accounts.most_pressed(100), Some(own(4)));
+        assert_eq!(Accounts::default().most_pressed(100), None);
         assert_eq!(accounts.get(own(9)), Account::default());
     }
 }

@@ -157,15 +157,22 @@ impl SlabState {
     /// Removes records whose parents are neither here nor among those that `waits` knows, because nobody can find
     /// them.
     pub(super) fn remove_orphans(&mut self, waits: impl Fn(Option<BlockKey>) -> bool) {
-        loop {
-            let is_orphan = |entry: &Entry| !self.has_parent(&entry.note) && !waits(entry.note.parent);
-            let orphans = self.records.iter().filter(|(_, entry)| is_orphan(entry));
-            let keys: Vec<BlockKey> = orphans.map(|(key, _)| *key).collect();
-            if keys.is_empty() {
-                return;
+        let is_orphan = |entry: &Entry| !self.has_parent(&entry.note) && !waits(entry.note.parent);
+        let orphans = self.records.iter().filter(|(_, entry)| is_orphan(entry));
+        let mut leaving: Vec<BlockKey> = orphans.map(|(key, _)| *key).collect();
+        if leaving.is_empty() {
+            return;
+        }
+        let mut children = HashMap::<BlockKey, Vec<BlockKey>>::new();
+        for (&key, entry) in &self.records {
+            if let Some(parent) = entry.note.parent {
+                children.entry(parent).or_default().push(key);
             }
-            for key in &keys {
-                self.remove(key);
+        }
+        while let Some(key) = leaving.pop() {
+            self.remove(&key);
+            if !waits(Some(key)) {
+                leaving.extend(children.remove(&key).unwrap_or_default());
             }
         }
     }
@@ -333,8 +340,12 @@ impl SlabState {
 
     /// Takes the record that leaves next out of the order.
     fn next_to_leave(&mut self) -> Option<BlockKey> {
-        let groups = self.accounts.by_pressure(self.geometry.cells);
-        let next = groups.into_iter().find_map(|group| self.order.evict(group));
+        let cells = self.geometry.cells;
+        let first = self.accounts.most_pressed(cells).and_then(|group| self.order.evict(group));
+        let next = first.or_else(|| {
+            let mut groups = self.accounts.by_pressure(cells).into_iter();
+            groups.find_map(|group| self.order.evict(group))
+        });
         next.or_else(|| self.order.evict_circle())
     }
 

@@ -10,8 +10,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, Assembler, Assembly, BeganFetch, ChunkReport, Findings, PositionPlan, PositionReindexer,
-    TenantKeys, TierFetch,
+    AssembledPrompt, Assembler, Assembly, BeganFetch, ChunkReport, Findings, MissReason, PositionPlan,
+    PositionReindexer, TenantKeys, TierFetch,
 };
 use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
 use kvmodel::{AttentionMass, Observer};
@@ -50,6 +50,10 @@ pub(crate) struct PromptCosts {
     pub(crate) recomputed_tokens: usize,
     /// The number of floating-point operations.
     pub(crate) flops: u64,
+    /// True once the prompt was looked up for the first time.
+    pub(crate) looked_up: bool,
+    /// Why the start of the prompt was not found. `None` if all of it was found.
+    pub(crate) prefix_missed: Option<MissReason>,
     /// One report per chunk.
     pub(crate) chunks: Vec<ChunkReport>,
 }

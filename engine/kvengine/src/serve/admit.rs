@@ -7,6 +7,7 @@ use kvcore::{Logits, SequenceInput, SequenceStart, WriteSlots};
 
 use super::disk::DiskFetch;
 use super::feed::Feed;
+use super::known::KnownPrefixes;
 use super::live::{LiveRequest, ServiceRank};
 use super::scheduler::Scheduler;
 use crate::error::{Error, Result};
@@ -29,7 +30,7 @@ impl Scheduler {
                 return None;
             }
             let live = self.moving.insert(self.waiting.remove(&rank)?);
-            match live.begin(runner, most, alone) {
+            match live.begin(runner, &self.known, most, alone) {
                 Ok(fed) => {
                     let live = self.moving.take()?;
                     let at = self.running.partition_point(|other| other.rank() < rank);
@@ -93,6 +94,7 @@ impl LiveRequest {
     fn begin(
         &mut self,
         runner: &mut Runner,
+        known: &KnownPrefixes,
         most: usize,
         alone: bool,
     ) -> Result<Option<(usize, SequenceInput)>> {
@@ -102,10 +104,12 @@ impl LiveRequest {
         if self.prompt.is_chunked() {
             let fetched = if let DiskFetch::Running(fetch) = &self.fetch { Some(&**fetch) } else { None };
             self.prompt.look_up(runner, &self.request, fetched)?;
+            self.note_missed(runner, known);
             self.fetch.finish();
             return Ok(None);
         }
         let _held = self.put_prefix(runner)?;
+        self.note_missed(runner, known);
         let piece = self.begin_ordinary(runner, most, alone)?;
         self.fetch.finish();
         Ok(piece)

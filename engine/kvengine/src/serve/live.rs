@@ -215,6 +215,7 @@ impl LiveRequest {
             prefill_flops: costs.flops,
             ttft: branch.ttft.unwrap_or_else(|| submitted.elapsed()),
             total: submitted.elapsed(),
+            prefix_missed: costs.prefix_missed,
             chunks: costs.chunks,
             score: branch.score,
             logprobs: std::mem::take(&mut branch.logprobs),

@@ -25,6 +25,7 @@ mod disk;
 mod draft;
 mod feed;
 mod follow;
+mod known;
 mod layered;
 mod live;
 mod numbers;

@@ -8,6 +8,7 @@ use kvmodel::Observer;
 
 use super::answer::RequestId;
 use super::feed::StepPlan;
+use super::known::KnownPrefixes;
 use super::live::{LiveRequest, ServiceRank};
 use super::swap::{PreemptionCosts, SwapSpace};
 use crate::config::{EngineConfig, Scheduling};
@@ -37,6 +38,8 @@ pub(crate) struct Scheduler {
     pub(super) swaps: u64,
     /// Host memory for preempted requests.
     pub(super) swap: SwapSpace,
+    /// The blocks of prompts that were computed.
+    pub(super) known: KnownPrefixes,
 }
 
 /// An observer, and the ID of the request that it watches.
@@ -113,6 +116,7 @@ impl Scheduler {
             preemptions: 0,
             swaps: 0,
             swap: SwapSpace::new(swap_memory),
+            known: KnownPrefixes::default(),
         }
     }
 

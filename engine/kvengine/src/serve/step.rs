@@ -125,6 +125,7 @@ impl Scheduler {
                 }
             }
             if live.is_over() {
+                live.remember(runner, &mut self.known);
                 live.withdraw(runner);
                 return false;
             }
@@ -153,9 +154,10 @@ impl Scheduler {
         let result = self.compute(runner, &ropes, observer);
         self.times.model += started.elapsed();
         if prefill {
-            let token = self.swap.computed(tokens, started.elapsed());
+            let elapsed = started.elapsed();
+            self.swap.computed(tokens, elapsed);
             if let Some(tier) = &runner.tier {
-                tier.prefill.set(token);
+                tier.prefill.computed(tokens, elapsed);
             }
         }
         match result {

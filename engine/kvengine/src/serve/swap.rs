@@ -66,10 +66,10 @@ impl SwapSpace {
         self.host.iter().flatten().try_for_each(|pool| pool.blocks().check_invariants())
     }
 
-    /// Records the time of a prefill pass. Returns the running average in seconds per token.
-    pub(super) fn computed(&mut self, tokens: usize, elapsed: Duration) -> f64 {
+    /// Records the time of a prefill pass.
+    pub(super) fn computed(&mut self, tokens: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64() / tokens.max(1) as f64;
-        *self.token.insert(self.token.map_or(seconds, |known| 0.75 * known + 0.25 * seconds))
+        self.token = Some(self.token.map_or(seconds, |known| 0.75 * known + 0.25 * seconds));
     }
 
     // Decision: docs/decisions/models.md#a-preempted-request-resumes-the-cheaper-way

@@ -19,19 +19,22 @@ use crate::crowd::Read;
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A file that can stop answering reads.
+/// A file that can stop answering reads or writes.
 #[derive(Debug)]
 struct SlowDisk {
     file: FileIo,
     held: Held,
 }
 
-/// The reads that the disk has not answered, while it hangs.
+/// The requests of one direction that the disk has not answered, while it hangs.
 #[derive(Clone, Default)]
-pub(crate) struct Held(Arc<Mutex<Option<Vec<HeldRead>>>>);
+pub(crate) struct Held(Arc<Mutex<Option<HeldRequests>>>);
 
-/// A read that the disk has not answered, with its index in its call.
-type HeldRead = (IoRequest, OnEnd, usize);
+/// The direction of the requests that hang, and those that were started.
+type HeldRequests = (Direction, Vec<HeldRequest>);
+
+/// A request that the disk has not answered, with its index in its call.
+type HeldRequest = (IoRequest, OnEnd, usize);
 
 impl std::fmt::Debug for Held {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -42,7 +45,7 @@ impl std::fmt::Debug for Held {
 impl DiskIo for SlowDisk {
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd) {
         let mut held = self.held.0.lock();
-        if let Some(held) = held.as_mut().filter(|_| requests[0].direction == Direction::Read) {
+        if let Some((_, held)) = held.as_mut().filter(|(direction, _)| *direction == requests[0].direction) {
             let each = requests.into_iter().enumerate();
             held.extend(each.map(|(index, request)| (request, Arc::clone(&on_end), index)));
             return;
@@ -65,13 +68,18 @@ impl DiskIo for SlowDisk {
 }
 
 impl Held {
+    /// Stops answering reads.
     pub(crate) fn hang(&self) {
-        *self.0.lock() = Some(Vec::new());
+        self.hang_in(Direction::Read);
     }
 
-    /// Answers the reads that hang with an error, and lets later ones through.
+    fn hang_in(&self, direction: Direction) {
+        *self.0.lock() = Some((direction, Vec::new()));
+    }
+
+    /// Answers the requests that hang with an error, and lets later ones through.
     pub(crate) fn fail(&self) {
-        for (request, on_end, index) in self.0.lock().take().unwrap_or_default() {
+        for (request, on_end, index) in self.0.lock().take().map(|(_, held)| held).unwrap_or_default() {
             let IoRequest { pages, .. } = request;
             on_end(kvtier::io::IoEnd { index, pages, result: Err(io::Error::other("broken")) });
         }
@@ -79,8 +87,8 @@ impl Held {
 
     /// Answers the first reads that hang from the disk in `folder`, up to a number of them.
     pub(crate) fn answer(&self, most: usize, folder: &Path) {
-        let reads: Vec<HeldRead> = match self.0.lock().as_mut() {
-            Some(held) => held.drain(..most.min(held.len())).collect(),
+        let reads: Vec<HeldRequest> = match self.0.lock().as_mut() {
+            Some((_, held)) => held.drain(..most.min(held.len())).collect(),
             None => return,
         };
         let file = std::fs::File::open(folder.join(Slab::FILE)).unwrap();
@@ -90,19 +98,24 @@ impl Held {
         }
     }
 
-    /// Returns the number of reads that hang.
+    /// Returns the number of requests that hang.
     pub(crate) fn len(&self) -> usize {
-        self.0.lock().as_ref().map_or(0, Vec::len)
+        self.0.lock().as_ref().map_or(0, |(_, held)| held.len())
     }
 }
 
 /// Starts an engine over a disk in `folder`, and returns it with the switch of the disk.
 pub(crate) fn started(folder: &Path, rule: LoadRule) -> (Engine, Held) {
+    started_within(folder, rule, SlabConfig::default().write_deadline)
+}
+
+/// Starts an engine whose disk is given up if a write takes longer than `write_deadline`.
+fn started_within(folder: &Path, rule: LoadRule, write_deadline: Duration) -> (Engine, Held) {
     let mut engine = engine("llama", DType::F32.into());
     let path = folder.join(Slab::FILE);
     let held = Held::default();
     let disk = SlowDisk { file: FileIo::open(&path, None).unwrap(), held: held.clone() };
-    let config = SlabConfig { limit: 8 << 20, cell_bytes: 8 << 10, ..SlabConfig::default() };
+    let config = SlabConfig { limit: 8 << 20, cell_bytes: 8 << 10, write_deadline, ..SlabConfig::default() };
     engine.use_disk(|scope| Slab::over(Box::new(disk), &path, scope, config, None)).unwrap();
     engine.load_from_disk(rule);
     (engine, held)
@@ -155,6 +168,32 @@ fn other_requests_are_answered_while_a_disk_hangs() {
     assert_eq!(late.tokens, expected.tokens);
     assert!(late.chunks.iter().all(|chunk| !chunk.hit && chunk.missed == Some(MissReason::Failed)));
     engine.check_invariants().unwrap();
+}
+
+#[test]
+fn requests_are_answered_while_writes_hang_and_their_results_are_dropped() {
+    let (_, prompt, expected) = saved();
+    let folder = tempfile::tempdir().unwrap();
+    let (mut engine, held) =
+        started_within(folder.path(), LoadRule::Always(PATIENCE), Duration::from_millis(300));
+    held.hang_in(Direction::Write);
+    let asked = request(PromptTokens::Chunked(prompt));
+    let first = engine.generate(&asked, &mut ()).unwrap();
+    assert_eq!(first.tokens, expected.tokens);
+    let plain = engine.generate(&plain(), &mut ()).unwrap();
+    // A flush ends when the writes are given up.
+    assert!(engine.disk().unwrap().flush(PATIENCE) && held.len() > 0);
+    let usage = engine.disk().unwrap().usage();
+    assert!(usage.stores_dropped > 3 && usage.write_deadline_exceeded > 0 && usage.records == 0, "{usage:?}");
+    // What is in memory is found as before.
+    let again = engine.generate(&asked, &mut ()).unwrap();
+    assert!(again.tokens == expected.tokens && again.chunks.iter().all(|chunk| chunk.hit));
+    engine.check_invariants().unwrap();
+    // Closing does not wait for the disk either.
+    engine.close_disk();
+    assert!(held.len() > 0);
+    assert_eq!(engine.generate(&self::plain(), &mut ()).unwrap().tokens, plain.tokens);
+    held.fail();
 }
 
 #[test]

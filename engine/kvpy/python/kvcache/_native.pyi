@@ -675,6 +675,7 @@ class RequestOutput:
     num_cached_tokens: int
     num_recomputed_tokens: int
     missed: list[str | None]
+    prefix_missed: str | None
     ttft: float
 
 _Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt

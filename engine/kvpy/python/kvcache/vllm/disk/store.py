@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 from ..orders import Answers, Fetch, Record
 from .epoch import Epoch
 from .jobs import Rest
+from .prefill import PrefillRate
 
 if TYPE_CHECKING:
     from kvcache._native import Slab
@@ -129,7 +130,7 @@ class DiskStore:
         """The number of seconds that each fetch took."""
         self.generation = 0
         """The number of resets. What began before one is dropped."""
-        self.seconds_per_token = 0.0
+        self.prefill = PrefillRate()
         self.dropped = self.not_asked = self.skips = 0
         self.closed = False
         self.thread = threading.Thread(target=self._run, name="kvcache-disk", daemon=True)
@@ -140,7 +141,7 @@ class DiskStore:
     def store(self, records: Iterable[Record]) -> None:
         """Has records copied and written. Their blocks are in host memory."""
         with self.changed:
-            self.stores.extend((record, self.seconds_per_token * len(record.tokens)) for record in records)
+            self.stores.extend((record, self.prefill.cost(len(record.tokens))) for record in records)
             self.changed.notify_all()
 
     # Decision: docs/decisions/vllm.md#host-memory-is-copied-for-the-disk-by-a-thread
@@ -189,7 +190,7 @@ class DiskStore:
                 answers[number] = (1, blocks.why_absent(name, record.tokens, text=self._text(record)))
                 continue
             size, seconds = found
-            listed.append(Loading(number, record, None, self.seconds_per_token * len(record.tokens) or seconds, size))
+            listed.append(Loading(number, record, None, self.prefill.cost(len(record.tokens), seconds), size))
         if self._is_slower(listed):
             self.blocks[listed[0].record.of_prefix].count_skipped(len(listed))
             answers.update((load.number, (1, "slower")) for load in listed)
@@ -201,7 +202,9 @@ class DiskStore:
                 answers[load.number] = (1, None)
         one.cost, one.size, one.moved = one.left(), sum(load.size for load in one.waiting), one.since
         one.unread = one.size
-        whole = sum(self.seconds_per_token * len(record.tokens) for record in one.order.records) or one.cost
+        stored = {load.number: load.seconds for load in listed}
+        each = enumerate(one.order.records)
+        whole = sum(stored.get(number) or self.prefill.cost(len(record.tokens)) for number, record in each)
         one.may_lose = max(MOST_LOST * whole, LEAST_LOST)
         return answers
 
@@ -230,8 +233,7 @@ class DiskStore:
 
     def measured(self, tokens: int, seconds: float) -> None:
         """Notes how long a step took to compute this many tokens."""
-        now = seconds / tokens
-        self.seconds_per_token = now if self.seconds_per_token == 0.0 else 0.75 * self.seconds_per_token + 0.25 * now
+        self.prefill.measured(tokens, seconds)
 
     # Decision: docs/decisions/vllm.md#a-reset-is-an-epoch-of-the-records
     def forget(self) -> None:
