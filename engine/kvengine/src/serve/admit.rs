@@ -31,6 +31,7 @@ impl Scheduler {
             let live = self.moving.insert(self.waiting.remove(&rank)?);
             match live.begin(runner, most, alone) {
                 Ok(fed) => {
+                    live.queued.get_or_insert(live.submitted.elapsed());
                     let live = self.moving.take()?;
                     let at = self.running.partition_point(|other| other.rank() < rank);
                     self.running.insert(at, live);
