@@ -14,6 +14,8 @@ pub(crate) struct Ask {
     pub(crate) owner: Owner,
     /// The priority. Requests with a higher one are served first.
     pub(crate) priority: i32,
+    /// A label of the client for the log.
+    pub(crate) label: Option<String>,
 }
 
 /// The prompt of a request, without its documents.

@@ -24,7 +24,8 @@ impl Service {
         check_type(&parts)?;
         let bytes = tokio::time::timeout(self.limits.receive_time, bytes(body, self.limits.body_bytes)).await;
         let bytes = bytes.map_err(|_| {
-            let reason = format!("the body did not arrive within {:?}; send it faster", self.limits.receive_time);
+            let reason =
+                format!("the body did not arrive within {:?}; send it faster", self.limits.receive_time);
             Refusal::new(Kind::TimedOut, reason)
         })??;
         Ok((Owner { tenant, salt: None }, parse(&bytes)?))
@@ -63,7 +64,8 @@ async fn bytes(body: Body, most: usize) -> Result<Vec<u8>, Refusal> {
     let mut stream = body.into_data_stream();
     let mut bytes = Vec::new();
     while let Some(data) = stream.next().await {
-        let data = data.map_err(|error| Refusal::new(Kind::Invalid, format!("the body ended early: {error}")))?;
+        let data =
+            data.map_err(|error| Refusal::new(Kind::Invalid, format!("the body ended early: {error}")))?;
         if bytes.len() + data.len() > most {
             let reason = format!("the body is larger than the limit of {most} bytes; shorten it");
             return Err(Refusal::new(Kind::TooLarge, reason));
@@ -108,7 +110,10 @@ fn wrong(error: &serde_path_to_error::Error<serde_json::Error>) -> Refusal {
     if path == "." {
         return Refusal::new(Kind::Invalid, plain(&message));
     }
-    Refusal { code: Some("invalid_type"), ..Refusal::field(path.clone(), format!("{path}: {}", plain(&message))) }
+    Refusal {
+        code: Some("invalid_type"),
+        ..Refusal::field(path.clone(), format!("{path}: {}", plain(&message)))
+    }
 }
 
 /// Replaces the names of Rust's types.
@@ -130,5 +135,8 @@ fn plain(message: &str) -> String {
 }
 
 fn not_json(error: &serde_json::Error) -> Refusal {
-    Refusal { code: Some("invalid_json"), ..Refusal::new(Kind::Invalid, format!("the body is not valid JSON: {error}")) }
+    Refusal {
+        code: Some("invalid_json"),
+        ..Refusal::new(Kind::Invalid, format!("the body is not valid JSON: {error}"))
+    }
 }

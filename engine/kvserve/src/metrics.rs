@@ -81,26 +81,61 @@ impl ServerMetrics {
         let (counter, gauge) = (MetricKind::Counter, MetricKind::Gauge);
         number("vllm:num_requests_running", gauge, "Requests that are computed", step.running as f64);
         number("vllm:num_requests_waiting", gauge, "Requests that wait to be computed", step.waiting as f64);
-        number("kvserve:requests", gauge, "Requests that are answered or wait, with those whose text is being tokenised", requests as f64);
-        number("vllm:kv_cache_usage_perc", gauge, "Share of the blocks of sequences that are in use, from 0 to 1", caches.usage);
+        number(
+            "kvserve:requests",
+            gauge,
+            "Requests that are answered or wait, with those whose text is being tokenised",
+            requests as f64,
+        );
+        number(
+            "vllm:kv_cache_usage_perc",
+            gauge,
+            "Share of the blocks of sequences that are in use, from 0 to 1",
+            caches.usage,
+        );
         number("vllm:num_preemptions", counter, "Preempted requests", step.preemptions as f64);
         number("vllm:prompt_tokens", counter, "Prompt tokens", of(&self.prompt_tokens));
         number("vllm:generation_tokens", counter, "Answer tokens", of(&self.generation_tokens));
-        number("vllm:prompt_tokens_cached", counter, "Prompt tokens that were found in the caches", of(&self.cached_tokens));
-        number("kvserve:prompt_tokens_recomputed", counter, "Document tokens that were computed a second time", of(&self.recomputed_tokens));
+        number(
+            "vllm:prompt_tokens_cached",
+            counter,
+            "Prompt tokens that were found in the caches",
+            of(&self.cached_tokens),
+        );
+        number(
+            "kvserve:prompt_tokens_recomputed",
+            counter,
+            "Document tokens that were computed a second time",
+            of(&self.recomputed_tokens),
+        );
         number("vllm:prefix_cache_queries", counter, "Blocks of prompts that were looked up", caches.queries);
         number("vllm:prefix_cache_hits", counter, "Blocks of prompts that were found", caches.hits);
         let ended = text.family("vllm:request_success", counter, "Ended samples, by the reason");
-        for (reason, count) in
-            [("stop", &self.stopped), ("length", &self.cut), ("abort", &self.aborted), ("error", &self.failed)]
-        {
+        for (reason, count) in [
+            ("stop", &self.stopped),
+            ("length", &self.cut),
+            ("abort", &self.aborted),
+            ("error", &self.failed),
+        ] {
             ended.sample(&[("model_name", model), ("finished_reason", reason)], of(count));
         }
         for (name, help, times) in [
-            ("vllm:time_to_first_token_seconds", "From the arrival of a request to its first token", &self.first_token),
+            (
+                "vllm:time_to_first_token_seconds",
+                "From the arrival of a request to its first token",
+                &self.first_token,
+            ),
             ("vllm:inter_token_latency_seconds", "Between two tokens of an answer", &self.between_tokens),
-            ("vllm:e2e_request_latency_seconds", "From the arrival of a request to the end of an answer", &self.whole),
-            ("vllm:request_queue_time_seconds", "From the submission of a request to its admission", &self.queue),
+            (
+                "vllm:e2e_request_latency_seconds",
+                "From the arrival of a request to the end of an answer",
+                &self.whole,
+            ),
+            (
+                "vllm:request_queue_time_seconds",
+                "From the submission of a request to its admission",
+                &self.queue,
+            ),
         ] {
             text.family(name, MetricKind::Histogram, help).histogram(labels, &times.snapshot());
         }
@@ -124,8 +159,11 @@ impl CacheText {
         let mut all = Self::default();
         let pool = engine.cache().as_paged().map(|paged| PoolMetrics::of(paged.pool()));
         if let Some(pool) = pool {
-            (all.usage, all.queries, all.hits) =
-                (pool.utilization, (pool.lookups.hits + pool.lookups.misses) as f64, pool.lookups.hits as f64);
+            (all.usage, all.queries, all.hits) = (
+                pool.utilization,
+                (pool.lookups.hits + pool.lookups.misses) as f64,
+                pool.lookups.hits as f64,
+            );
             let chunks = engine.chunks().map(|chunks| PoolMetrics::of(chunks.pool().blocks()));
             let pools = [Some(("main", &pool)), chunks.as_ref().map(|chunks| ("chunks", chunks))];
             texts.push(PoolMetrics::prometheus(&pools.into_iter().flatten().collect::<Vec<_>>()));

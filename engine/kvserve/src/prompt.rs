@@ -100,8 +100,7 @@ fn of_conversation(
     }
     check_documents(&documents)?;
     let texts: Vec<_> = documents.iter().map(|document| document_text(&document.text)).collect();
-    let around =
-        PromptTokens::conversation_around(codec, &messages, place, texts.iter().map(AsRef::as_ref));
+    let around = PromptTokens::conversation_around(codec, &messages, place, texts.iter().map(AsRef::as_ref));
     let reason = match around {
         Ok(tokens) => return Ok(BuiltPrompt { tokens, ids: names(documents), not_reusable: None }),
         Err(EngineError::Chunk(ChunkError::EmptyPart { part })) if part == "system prompt" => NO_SYSTEM,
@@ -139,7 +138,8 @@ fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
     let mut all = documents.given;
     let mut place = (first.unwrap_or(0), 0);
     if documents.from_parts {
-        let several = |message: &Message| is_users(message) && message.part_texts().is_some_and(|p| p.len() > 1);
+        let several =
+            |message: &Message| is_users(message) && message.part_texts().is_some_and(|p| p.len() > 1);
         if let Some(number) = messages.iter().position(several) {
             let texts = messages[number].part_texts().unwrap_or_default();
             if let Some((question, parts)) = texts.split_last() {
@@ -164,7 +164,8 @@ fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
 #[allow(clippy::type_complexity, reason = "three parts of a text")]
 fn pieces<'a>(text: &'a str, separator: &str) -> Result<Option<(&'a str, Vec<Document>, &'a str)>, Refusal> {
     if separator.is_empty() {
-        let reason = "the separator is empty and would split the text everywhere; give it at least one character";
+        let reason =
+            "the separator is empty and would split the text everywhere; give it at least one character";
         return Err(Refusal::field("separator", reason));
     }
     let Some((lead, rest)) = text.split_once(separator) else { return Ok(None) };

@@ -115,9 +115,8 @@ impl From<ModelError> for Refusal {
 /// Returns the kind of an engine's error: what the client can change is the client's fault.
 fn kind_of(error: &EngineError) -> Kind {
     match error {
-        EngineError::Chunk(ChunkError::TooLong { .. }) | EngineError::Model(ModelError::TextTooLong { .. }) => {
-            Kind::TooLong
-        }
+        EngineError::Chunk(ChunkError::TooLong { .. })
+        | EngineError::Model(ModelError::TextTooLong { .. }) => Kind::TooLong,
         EngineError::Sampling { .. }
         | EngineError::EmptyPrompt
         | EngineError::TooManyAnswers { .. }
@@ -125,7 +124,9 @@ fn kind_of(error: &EngineError) -> Kind {
         | EngineError::Beams(_)
         | EngineError::Pages(_)
         | EngineError::Core(CoreError::OutOfBlocks { .. })
-        | EngineError::Chunk(ChunkError::EmptyPart { .. } | ChunkError::Core(CoreError::OutOfBlocks { .. }))
+        | EngineError::Chunk(
+            ChunkError::EmptyPart { .. } | ChunkError::Core(CoreError::OutOfBlocks { .. }),
+        )
         | EngineError::Model(
             ModelError::TokenOutOfVocabulary { .. }
             | ModelError::Messages(_)

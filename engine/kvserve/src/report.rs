@@ -70,12 +70,16 @@ impl Described {
         let parts = if self.full_attention {
             self.of_prefix(generation.cached_tokens)
         } else {
-            self.documents.iter().zip(&generation.chunks).map(|((id, tokens), chunk)| PartReport {
-                id: id.clone(),
-                tokens: *tokens,
-                source: if chunk.hit { PartSource::Cache } else { PartSource::Computed },
-                reason: chunk.missed.filter(|_| !chunk.hit).map(|reason| reason.name()),
-            }).collect()
+            self.documents
+                .iter()
+                .zip(&generation.chunks)
+                .map(|((id, tokens), chunk)| PartReport {
+                    id: id.clone(),
+                    tokens: *tokens,
+                    source: if chunk.hit { PartSource::Cache } else { PartSource::Computed },
+                    reason: chunk.missed.filter(|_| !chunk.hit).map(|reason| reason.name()),
+                })
+                .collect()
         };
         KvReport {
             prompt_tokens: generation.prompt_tokens,

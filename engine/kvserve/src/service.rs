@@ -7,7 +7,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use kvengine::{PromptTokens, Request};
 use kvmodel::{TextCodec, TextStream};
 use tokio::sync::watch;
-use tracing::info;
+use tracing::{debug, info};
 
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
 use crate::config::{DocumentReuse, Limits};
@@ -64,11 +64,18 @@ impl Service {
         let arrived = Instant::now();
         let seat = self.seat()?;
         TextStream::check_stop(&ask.settings.stop)?;
-        let (codec, Ask { prompt, documents, settings, owner, priority }) = (self.codec.clone(), ask);
+        let (codec, Ask { prompt, documents, settings, owner, priority, label }) = (self.codec.clone(), ask);
         // A request that is given up keeps its place until its text is tokenised.
         let built = self.tokenised(seat, move || prompt::build(&codec, prompt, documents));
         let (built, seat) = built.await?;
         let (request, described) = self.request(built, &settings, owner, priority)?;
+        debug!(
+            prompt_tokens = request.prompt.len(),
+            documents = described.documents.len(),
+            tenant = request.tenant.as_deref(),
+            label,
+            "submitting"
+        );
         let answer = self.engine.call(move |engine| engine.submit(request)).await??;
         let form = ReplyForm {
             samples: settings.samples,
@@ -88,7 +95,8 @@ impl Service {
         work: impl FnOnce() -> Result<R, Refusal> + Send + 'static,
     ) -> Result<(R, Seat), Refusal> {
         let done = tokio::task::spawn_blocking(move || (work(), seat)).await;
-        let (result, seat) = done.map_err(|_| Refusal::new(Kind::Internal, "the text could not be tokenised"))?;
+        let (result, seat) =
+            done.map_err(|_| Refusal::new(Kind::Internal, "the text could not be tokenised"))?;
         Ok((result?, seat))
     }
 
@@ -115,8 +123,12 @@ impl Service {
     fn seat(&self) -> Result<Seat, Refusal> {
         let seat = Seat(Arc::clone(&self.seats));
         if self.seats.fetch_add(1, Ordering::Relaxed) >= self.limits.requests {
-            let reason = format!("the server answers {} requests already; try again later", self.limits.requests);
-            return Err(Refusal { code: Some("rate_limit_exceeded"), ..Refusal::new(Kind::Overloaded, reason) });
+            let reason =
+                format!("the server answers {} requests already; try again later", self.limits.requests);
+            return Err(Refusal {
+                code: Some("rate_limit_exceeded"),
+                ..Refusal::new(Kind::Overloaded, reason)
+            });
         }
         Ok(seat)
     }
@@ -131,7 +143,10 @@ impl Service {
     ) -> Result<(Request, Described), Refusal> {
         if settings.samples > self.limits.samples {
             let most = self.limits.samples;
-            return Err(Refusal::field("n", format!("{} answers are more than the limit of {most}", settings.samples)));
+            return Err(Refusal::field(
+                "n",
+                format!("{} answers are more than the limit of {most}", settings.samples),
+            ));
         }
         let BuiltPrompt { tokens, ids, not_reusable } = built;
         let length = tokens.len();
@@ -155,7 +170,9 @@ impl Service {
         let room = self.context - length;
         let most = [settings.max_tokens, self.limits.answer_tokens].into_iter().flatten().min();
         let mut request = match &self.reuse {
-            Some(reuse) => Request::new(tokens.with_decoys(Arc::clone(&reuse.decoys))?).reusing(&reuse.settings),
+            Some(reuse) => {
+                Request::new(tokens.with_decoys(Arc::clone(&reuse.decoys))?).reusing(&reuse.settings)
+            }
             None => Request::new(tokens),
         };
         request.full_attention = self.reuse.is_none();
@@ -195,7 +212,9 @@ impl Service {
     /// Says once how prompts are answered.
     pub(crate) fn log_way(&self) {
         match &self.reuse {
-            Some(reuse) => info!(chunks = %reuse.settings.cell.mode, positions = ?reuse.settings.cell.strategy, recompute = %reuse.settings.recompute, "documents are reused at any position"),
+            Some(reuse) => {
+                info!(chunks = %reuse.settings.cell.mode, positions = ?reuse.settings.cell.strategy, recompute = %reuse.settings.recompute, "documents are reused at any position")
+            }
             None => info!(
                 "documents are answered by full attention, where only the beginning of a prompt is reused; find settings for \
                  this model with `kvc tune`, and give the file as --reuse, or give --reuse-anyway"

@@ -32,7 +32,8 @@ impl ApiKeys {
     pub fn read(path: &Path) -> Result<Self> {
         let bytes = kvmodel::read_small_file(path);
         let bytes = bytes.map_err(|source| Error::Keys { path: path.to_owned(), source })?;
-        let wrong = |line, reason: &str| Error::KeyLine { path: path.to_owned(), line, reason: reason.to_owned() };
+        let wrong =
+            |line, reason: &str| Error::KeyLine { path: path.to_owned(), line, reason: reason.to_owned() };
         let Ok(text) = std::str::from_utf8(&bytes) else { return Err(wrong(1, "it is not UTF-8")) };
         let mut keys = Self::default();
         for (line, text) in (1..).zip(text.lines()) {
@@ -96,16 +97,16 @@ pub(crate) fn tenant(keys: Option<&ApiKeys>, headers: &HeaderMap) -> Result<Opti
         scheme.eq_ignore_ascii_case("bearer").then(|| key.trim())
     });
     let own = headers.get("x-api-key").and_then(|value| value.to_str().ok()).map(str::trim);
-    let unauthorized = |code, message: &str| Refusal {
-        code: Some(code),
-        ..Refusal::new(Kind::Unauthorized, message)
-    };
+    let unauthorized =
+        |code, message: &str| Refusal { code: Some(code), ..Refusal::new(Kind::Unauthorized, message) };
     let Some(key) = bearer.or(own) else {
         let message = "this server needs a key; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`";
         return Err(unauthorized("missing_api_key", message));
     };
     let tenant = keys.tenants.get(&hashed(key)).cloned();
-    tenant.map(Some).ok_or_else(|| unauthorized("invalid_api_key", "this server does not know the key; ask its operator"))
+    tenant
+        .map(Some)
+        .ok_or_else(|| unauthorized("invalid_api_key", "this server does not know the key; ask its operator"))
 }
 
 fn hashed(key: &str) -> [u8; 32] {

@@ -9,5 +9,5 @@ mod parts;
 mod text;
 
 pub use decoys::BUILT_IN_DECOYS;
-pub use text::document_text;
 pub(crate) use parts::LivePrompt;
+pub use text::document_text;

@@ -214,14 +214,16 @@ mod tests {
         };
         let first = around(&codec, &begun, (1, 0)).unwrap();
         assert_eq!(first, PromptTokens::from_conversation(&codec, &begun, ["a b", "c"]).unwrap());
-        let later = [&begun[..], &[Message::new(Role::Assistant, "c"), Message::new(Role::User, "b")]].concat();
+        let later =
+            [&begun[..], &[Message::new(Role::Assistant, "c"), Message::new(Role::User, "b")]].concat();
         let chunks = vec![vec![3, 4], vec![5]];
         let expected = ChunkedPrompt::new(vec![5], chunks.clone(), vec![3, 4, 5, 4, 4]).unwrap();
         assert_eq!(around(&codec, &later, (1, 0)).unwrap(), PromptTokens::Chunked(expected));
         let inside = [Message::new(Role::User, "a b c")];
         let expected = ChunkedPrompt::new(vec![3], chunks, vec![4, 5, 4]).unwrap();
         assert_eq!(around(&codec, &inside, (0, 2)).unwrap(), PromptTokens::Chunked(expected));
-        let parts = r#"[{"role":"system","content":"c"},{"role":"user","content":[{"type":"text","text":"a"}]}]"#;
+        let parts =
+            r#"[{"role":"system","content":"c"},{"role":"user","content":[{"type":"text","text":"a"}]}]"#;
         assert_eq!(around(&codec, &Message::list(parts).unwrap(), (1, 0)).unwrap(), first);
         for (messages, place, reason) in [
             (&begun[..], (2, 0), "message 3 has no text that can be cut at byte 0"),

@@ -178,7 +178,9 @@ impl Message {
         let (_, content) = message.fields.iter_mut().find(|(name, _)| name == CONTENT)?;
         let text = match content {
             Variable::List(parts) => parts.iter_mut().find_map(|part| match part {
-                Variable::Map(fields) => fields.iter_mut().find(|(name, _)| name == "text").map(|(_, text)| text),
+                Variable::Map(fields) => {
+                    fields.iter_mut().find(|(name, _)| name == "text").map(|(_, text)| text)
+                }
                 _ => None,
             })?,
             other => other,

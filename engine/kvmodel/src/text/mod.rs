@@ -241,10 +241,10 @@ impl TextCodec {
             Error::Messages(format!("message {number} has no text that can be cut at byte {at}"))
         })?;
         let rendered = self.template.render(&marked)?;
-        let (before, after) = rendered
-            .split_once(MESSAGE)
-            .filter(|(_, after)| !after.contains(MESSAGE))
-            .ok_or_else(|| self.template.failure(format!("it does not write message {number} exactly once")))?;
+        let (before, after) =
+            rendered.split_once(MESSAGE).filter(|(_, after)| !after.contains(MESSAGE)).ok_or_else(|| {
+                self.template.failure(format!("it does not write message {number} exactly once"))
+            })?;
         Ok((before.to_owned(), after.to_owned()))
     }
 

@@ -51,7 +51,8 @@ pub(crate) async fn sleep(State(service): State<Arc<Service>>, request: Request)
         service.check_operator(&request.into_parts().0)?;
         let slept = service.engine.call(|engine| engine.sleep(&PoolTag::ALL)).await??;
         info!(released_bytes = slept.released_bytes, "asleep");
-        Ok(Json(json!({"released_bytes": slept.released_bytes, "saved_bytes": slept.saved_bytes})).into_response())
+        Ok(Json(json!({"released_bytes": slept.released_bytes, "saved_bytes": slept.saved_bytes}))
+            .into_response())
     };
     respond(slept.await)
 }
@@ -98,7 +99,11 @@ fn forget(engine: &Engine) -> usize {
 
 /// Answers a path that does not exist.
 pub(crate) async fn no_path(request: Request) -> Response {
-    let reason = format!("there is no {} {} here; see docs/serve.md for the paths", request.method(), request.uri().path());
+    let reason = format!(
+        "there is no {} {} here; see docs/serve.md for the paths",
+        request.method(),
+        request.uri().path()
+    );
     respond(Err(Refusal { code: Some("unknown_url"), ..Refusal::new(Kind::NotFound, reason) }))
 }
 

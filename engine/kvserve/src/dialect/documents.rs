@@ -17,7 +17,9 @@ pub(crate) fn documents(given: Option<&Variable>) -> Result<Vec<Document>, Refus
     match given {
         None | Some(Variable::None) => Ok(Vec::new()),
         Some(Variable::List(list)) => list.iter().enumerate().map(|(i, one)| document(i, one)).collect(),
-        Some(_) => Err(Refusal::field("documents", "documents must be a list of strings or of objects with a text")),
+        Some(_) => {
+            Err(Refusal::field("documents", "documents must be a list of strings or of objects with a text"))
+        }
     }
 }
 
@@ -39,7 +41,8 @@ fn document(i: usize, given: &Variable) -> Result<Document, Refusal> {
         _ => given,
     };
     let Some(body) = TEXT.iter().find_map(|name| text(fields.field(name))) else {
-        let reason = format!("{place} has no text; it must be a string, or an object with a string under \"text\"");
+        let reason =
+            format!("{place} has no text; it must be a string, or an object with a string under \"text\"");
         return Err(Refusal::field(place, reason));
     };
     let title = text(fields.field("title"));

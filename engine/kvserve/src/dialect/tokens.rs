@@ -5,11 +5,12 @@ use std::sync::Arc;
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse as _, Response};
-use kvmodel::{Message, Variable};
+use kvmodel::Variable;
 use serde::Deserialize;
 use serde_json::json;
 
 use super::documents::documents;
+use super::openai::chat::conversation;
 use super::openai::respond;
 use crate::ask::{AskedPrompt, Documents};
 use crate::refusal::Refusal;
@@ -47,7 +48,7 @@ async fn encoded(service: &Service, request: Request) -> Result<Response, Refusa
         (Some(text), None) if !special => service.with_codec(move |codec| codec.encode(&text, false)).await?,
         (Some(text), None) => service.count(AskedPrompt::Text(text), documents).await?,
         (None, Some(messages)) => {
-            let messages = Message::from_variable(messages)?;
+            let messages = conversation(messages)?;
             service.count(AskedPrompt::Conversation { messages, variables: Vec::new() }, documents).await?
         }
         _ => return Err(Refusal::field("prompt", "give either a prompt or messages")),

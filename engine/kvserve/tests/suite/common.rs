@@ -8,16 +8,40 @@ use kvchunk::{ChunkCacheConfig, Reuse};
 use kvengine::{Engine, EngineConfig};
 use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
 use kvserve::{DocumentReuse, ServedModel, Server, ServerConfig};
+use serde_json::{Value, json};
 
 /// The name of the model in the tests.
 pub(crate) const MODEL: &str = "tiny-rag";
 
-/// A system prompt as the built-in model knows it.
-pub(crate) const SYSTEM: &str = "you answer questions about the notes . answer with one word .\n";
+/// The system prompt of the demo.
+pub(crate) const SYSTEM: &str = include_str!("../../../../examples/system.txt");
 
-/// Documents as the built-in model knows them.
-pub(crate) const DOCUMENTS: [&str; 3] =
-    ["alba is red . bora is calm .", "ceno is tall . dima is blue .", "elio is strong . fara is young ."];
+/// Documents of the demo, each with its name.
+pub(crate) const DOCUMENTS: [(&str, &str); 3] = [
+    ("harbour", include_str!("../../../../examples/documents/harbour.txt")),
+    ("market", include_str!("../../../../examples/documents/market.txt")),
+    ("school", include_str!("../../../../examples/documents/school.txt")),
+];
+
+/// A question about the first document, and its answer.
+pub(crate) const QUESTION: (&str, &str) = ("alba ?", "red");
+
+/// Returns a request for the answer to the question about the documents, with other fields.
+pub(crate) fn question(more: Value) -> Value {
+    let mut request = json!({
+        "model": MODEL,
+        "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION.0}],
+        "documents": DOCUMENTS.map(|(name, text)| json!({"id": name, "text": text})),
+        "temperature": 0,
+        "max_tokens": 8,
+    });
+    if let Value::Object(more) = more {
+        for (name, value) in more {
+            request[name] = value;
+        }
+    }
+    request
+}
 
 /// Returns the built-in model.
 pub(crate) fn loaded() -> ModelDirectory {
@@ -74,10 +98,18 @@ pub(crate) fn assert_nothing_is_held(server: &Server) {
         engine.check_invariants().unwrap();
         let report = engine.report();
         let pools = [report.main, report.chunks];
-        pools.into_iter().flatten().map(|counts| {
-            assert_eq!(counts.total, counts.free + counts.mutable + counts.shared + counts.cached, "{counts:?}");
-            counts.mutable + counts.shared
-        }).sum::<usize>()
+        pools
+            .into_iter()
+            .flatten()
+            .map(|counts| {
+                assert_eq!(
+                    counts.total,
+                    counts.free + counts.mutable + counts.shared + counts.cached,
+                    "{counts:?}"
+                );
+                counts.mutable + counts.shared
+            })
+            .sum::<usize>()
     });
     assert_eq!(held, Some(0));
 }

@@ -72,11 +72,14 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let settings = common.settings(request.max_completion_tokens, logprobs)?;
     let mut documents = common.take_documents()?;
     documents.from_parts = request.parts_as_documents.unwrap_or(false);
-    let messages = Message::from_variable(std::mem::take(&mut request.messages))?;
-    let prompt = AskedPrompt::Conversation { messages, variables: request.variables()? };
+    let variables = request.variables()?;
+    let messages = conversation(std::mem::take(&mut request.messages))?;
+    let prompt = AskedPrompt::Conversation { messages, variables };
     let (owner, priority) = (common.owner(owner)?, common.priority());
     let samples = settings.samples;
-    let reply = service.answer(Ask { prompt, documents, settings, owner, priority }).await?;
+    let reply = service
+        .answer(Ask { prompt, documents, settings, owner, priority, label: common.prompt_cache_key })
+        .await?;
     let form = Form { id: new_id("chatcmpl-"), created: unix_time(), model, logprobs: logprobs.is_some() };
     if request.stream.unwrap_or(false) {
         let usage = request.stream_options.and_then(|options| options.include_usage).unwrap_or(false);
@@ -85,6 +88,15 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     }
     let (all, report) = reply.whole(samples).await?;
     Ok(Json(form.whole(&all, &report)).into_response())
+}
+
+/// Reads the field `messages`.
+///
+/// # Errors
+/// Refuses what is no list of messages, with the number of the message and its field.
+pub(crate) fn conversation(messages: Variable) -> Result<Vec<Message>, Refusal> {
+    let named = |refusal| Refusal { param: Some("messages".to_owned()), ..refusal };
+    Message::from_variable(messages).map_err(|error| named(error.into()))
 }
 
 impl ChatRequest {
@@ -113,7 +125,10 @@ impl ChatRequest {
             return Err(Refusal::unsupported("store", "this server keeps no answers; send false"));
         }
         if self.add_generation_prompt == Some(false) {
-            return Err(Refusal::unsupported("add_generation_prompt", "an answer begins after the prompt; send true"));
+            return Err(Refusal::unsupported(
+                "add_generation_prompt",
+                "an answer begins after the prompt; send true",
+            ));
         }
         Ok(())
     }
@@ -122,9 +137,10 @@ impl ChatRequest {
     fn logprobs(&self) -> Result<Option<usize>, Refusal> {
         let top = self.top_logprobs.unwrap_or(0);
         match (self.logprobs.unwrap_or(false), top) {
-            (_, top) if top > MAX_LOGPROBS as u64 => {
-                Err(Refusal::field("top_logprobs", format!("top_logprobs is {top}; it must be at most {MAX_LOGPROBS}")))
-            }
+            (_, top) if top > MAX_LOGPROBS as u64 => Err(Refusal::field(
+                "top_logprobs",
+                format!("top_logprobs is {top}; it must be at most {MAX_LOGPROBS}"),
+            )),
             (false, 1..) => Err(Refusal::field("top_logprobs", "top_logprobs needs logprobs: true")),
             (false, 0) => Ok(None),
             (true, top) => Ok(Some(top as usize)),
@@ -198,7 +214,13 @@ impl Form {
         })
     }
 
-    fn delta(&self, index: usize, delta: Value, tokens: &[ReplyToken], reason: Option<&'static str>) -> Value {
+    fn delta(
+        &self,
+        index: usize,
+        delta: Value,
+        tokens: &[ReplyToken],
+        reason: Option<&'static str>,
+    ) -> Value {
         let logprobs = (self.logprobs && !tokens.is_empty()).then(|| json!({"content": logprobs(tokens)}));
         self.chunk(json!([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]))
     }

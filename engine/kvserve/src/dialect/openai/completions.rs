@@ -55,10 +55,12 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
         settings: settings.clone(),
         owner: owner.clone(),
         priority,
+        label: common.prompt_cache_key.clone(),
     };
     let prompts = prompts(&request.prompt)?;
     let replies = try_join_all(prompts.into_iter().map(|prompt| service.answer(ask(prompt)))).await?;
-    let form = Form { id: new_id("cmpl-"), created: unix_time(), model, logprobs: logprobs.is_some(), samples };
+    let form =
+        Form { id: new_id("cmpl-"), created: unix_time(), model, logprobs: logprobs.is_some(), samples };
     if request.stream.unwrap_or(false) {
         let usage = request.stream_options.and_then(|options| options.include_usage).unwrap_or(false);
         let offsets = vec![0; samples * replies.len()];
@@ -78,7 +80,10 @@ impl CompletionRequest {
             return Err(Refusal::unsupported("echo", "put the prompt in front of the answer yourself"));
         }
         if self.suffix.as_ref().is_some_and(|suffix| !suffix.is_empty()) {
-            return Err(Refusal::unsupported("suffix", "write the suffix into the prompt as the model expects it"));
+            return Err(Refusal::unsupported(
+                "suffix",
+                "write the suffix into the prompt as the model expects it",
+            ));
         }
         if self.best_of.is_some_and(|best| best != self.n.unwrap_or(1)) {
             return Err(Refusal::unsupported("best_of", "ask for n answers and choose the best one"));
@@ -105,7 +110,9 @@ fn prompts(given: &Variable) -> Result<Vec<AskedPrompt>, Refusal> {
     };
     match prompts.len() {
         0 => Err(wrong("prompt is an empty list; give it at least one prompt")),
-        many if many > MAX_PROMPTS => Err(wrong(&format!("{many} prompts are more than the limit of {MAX_PROMPTS}"))),
+        many if many > MAX_PROMPTS => {
+            Err(wrong(&format!("{many} prompts are more than the limit of {MAX_PROMPTS}")))
+        }
         _ => Ok(prompts),
     }
 }
@@ -228,7 +235,12 @@ fn logprobs(tokens: &[ReplyToken], mut offset: usize) -> Value {
         offset += token.text.chars().count();
     }
     let top = |token: &ReplyToken| -> Value {
-        token.top.iter().map(|(text, logprob)| (text.clone(), json!(logprob))).collect::<serde_json::Map<_, _>>().into()
+        token
+            .top
+            .iter()
+            .map(|(text, logprob)| (text.clone(), json!(logprob)))
+            .collect::<serde_json::Map<_, _>>()
+            .into()
     };
     json!({
         "tokens": tokens.iter().map(|token| &token.text).collect::<Vec<_>>(),

@@ -241,7 +241,9 @@ pub(crate) fn stop(name: &str, given: Option<&Variable>) -> Result<Vec<String>, 
         Some(_) => return wrong("must be a string or a list of strings"),
     };
     match () {
-        () if texts.len() > MAX_STOP => wrong(&format!("has {} strings; it may have up to {MAX_STOP}", texts.len())),
+        () if texts.len() > MAX_STOP => {
+            wrong(&format!("has {} strings; it may have up to {MAX_STOP}", texts.len()))
+        }
         () if texts.iter().any(String::is_empty) => {
             wrong("has an empty string, which would end every answer immediately; remove it")
         }
@@ -258,7 +260,10 @@ fn bias(given: Option<&BTreeMap<String, f32>>) -> Result<Arc<[(u32, f32)]>, Refu
     let one = |(token, &bias): (&String, &f32)| {
         let place = format!("logit_bias.{token}");
         let id = token.parse::<u32>().map_err(|_| {
-            Refusal::field(place.clone(), format!("logit_bias names {token:?}, which is not the number of a token"))
+            Refusal::field(
+                place.clone(),
+                format!("logit_bias names {token:?}, which is not the number of a token"),
+            )
         })?;
         if !(-100.0..=100.0).contains(&bias) {
             let reason = format!("the bias of token {token} is {bias}; it must be from -100 to 100");

@@ -62,7 +62,8 @@ struct PromptDetails {
 impl Usage {
     /// Returns the numbers of one request or several with `answer` tokens together.
     fn of<'a>(reports: impl IntoIterator<Item = &'a KvReport>, answer: usize) -> Self {
-        let sum = |(prompt, cached), report: &KvReport| (prompt + report.prompt_tokens, cached + report.reused);
+        let sum =
+            |(prompt, cached), report: &KvReport| (prompt + report.prompt_tokens, cached + report.reused);
         let (prompt, cached) = reports.into_iter().fold((0, 0), sum);
         Self {
             prompt_tokens: prompt,

@@ -48,7 +48,9 @@ pub(crate) fn respond(replies: Vec<Reply>, chunks: impl Chunks) -> Response {
         match state {
             State::Begin(events, mut chunks) => Some((chunks.begin(), State::Running(events, chunks))),
             State::Running(mut events, mut chunks) => match events.next().await {
-                Some((prompt, Ok(event))) => Some((chunks.event(prompt, event), State::Running(events, chunks))),
+                Some((prompt, Ok(event))) => {
+                    Some((chunks.event(prompt, event), State::Running(events, chunks)))
+                }
                 Some((_, Err(refusal))) => Some((vec![error(&refusal)], State::End)),
                 None => Some((chunks.end(), State::End)),
             },
