@@ -1,5 +1,6 @@
 //! `kvc serve`: answers requests over HTTP.
 
+use std::io::IsTerminal as _;
 use std::net::SocketAddr;
 use std::path::Path;
 
@@ -91,6 +92,7 @@ fn log(args: &ServerArgs) -> Result<()> {
     let filter =
         filter.map_err(|error| Error::Log { filter: args.log.clone(), reason: error.to_string() })?;
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let log = log.with_ansi(std::io::stderr().is_terminal());
     match args.log_format {
         LogFormat::Text => log.init(),
         LogFormat::Json => log.json().init(),

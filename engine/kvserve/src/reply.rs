@@ -24,6 +24,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// The request is cancelled if it has not ended.
 #[derive(Debug)]
 pub(crate) struct Reply {
+    pub(crate) prompt_tokens: usize,
     /// The events, which end with the last sample or with a refusal.
     pub(crate) events: mpsc::Receiver<Result<ReplyEvent, Refusal>>,
 }
@@ -103,7 +104,7 @@ impl Reply {
     /// Decodes an answer in a task of its own. `closing` turns true when the server ends all answers. `guard` is dropped
     /// at the end.
     pub(crate) fn start(
-        answer: Answer,
+        (answer, prompt_tokens): (Answer, usize),
         codec: TextCodec,
         form: ReplyForm,
         closing: watch::Receiver<bool>,
@@ -114,7 +115,7 @@ impl Reply {
             decode(answer, &codec, &form, closing, &sender).await;
             drop(guard);
         });
-        Self { events }
+        Self { prompt_tokens, events }
     }
 
     /// Waits for all samples.

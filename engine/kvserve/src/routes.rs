@@ -13,7 +13,7 @@ use axum::routing::{get, post};
 use tower_http::catch_panic::CatchPanicLayer;
 use tracing::{Instrument as _, error, info, info_span};
 
-use crate::dialect::{control, new_id, openai, tokens};
+use crate::dialect::{anthropic, control, new_id, openai, responses, tokens};
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
 
@@ -25,6 +25,9 @@ pub(crate) fn routes(service: Arc<Service>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(openai::chat::chat))
         .route("/v1/completions", post(openai::completions::completions))
+        .route("/v1/messages", post(anthropic::messages::messages))
+        .route("/v1/messages/count_tokens", post(anthropic::messages::count))
+        .route("/v1/responses", post(responses::responses))
         .route("/v1/models", get(openai::models::models))
         .route("/v1/models/{*name}", get(openai::models::model))
         .route("/tokenize", post(tokens::tokenize))

@@ -76,6 +76,7 @@ impl Service {
             label,
             "submitting"
         );
+        let prompt_tokens = request.prompt.len();
         let answer = self.engine.call(move |engine| engine.submit(request)).await??;
         let form = ReplyForm {
             samples: settings.samples,
@@ -85,7 +86,7 @@ impl Service {
             metrics: Arc::clone(&self.metrics),
             arrived,
         };
-        Ok(Reply::start(answer, self.codec.clone(), form, self.closing.clone(), seat))
+        Ok(Reply::start((answer, prompt_tokens), self.codec.clone(), form, self.closing.clone(), seat))
     }
 
     /// Runs work that takes processor time on a thread for such work.
@@ -157,7 +158,6 @@ impl Service {
             );
             return Err(Refusal {
                 code: Some("context_length_exceeded"),
-                param: Some("messages".to_owned()),
                 ..Refusal::new(Kind::TooLong, reason)
             });
         }

@@ -13,6 +13,7 @@ use serde_json::json;
 use tracing::info;
 
 use super::openai::respond;
+use super::{anthropic, openai};
 use crate::metrics::CacheText;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
@@ -99,16 +100,20 @@ fn forget(engine: &Engine) -> usize {
 
 /// Answers a path that does not exist.
 pub(crate) async fn no_path(request: Request) -> Response {
-    let reason = format!(
-        "there is no {} {} here; see docs/serve.md for the paths",
-        request.method(),
-        request.uri().path()
-    );
-    respond(Err(Refusal { code: Some("unknown_url"), ..Refusal::new(Kind::NotFound, reason) }))
+    let (method, path) = (request.method(), request.uri().path());
+    let reason = format!("there is no {method} {path} here; see docs/serve.md for the paths");
+    let refusal = Refusal { code: Some("unknown_url"), ..Refusal::new(Kind::NotFound, reason) };
+    refused_at(path, &refusal)
 }
 
 /// Answers a method that a path does not have.
 pub(crate) async fn no_method(request: Request) -> Response {
-    let reason = format!("{} does not accept {}", request.uri().path(), request.method());
-    respond(Err(Refusal::new(Kind::Method, reason)))
+    let path = request.uri().path();
+    let reason = format!("{path} does not accept {}; see docs/serve.md for the paths", request.method());
+    refused_at(path, &Refusal::new(Kind::Method, reason))
+}
+
+/// Returns a refusal in the dialect of a path.
+fn refused_at(path: &str, refusal: &Refusal) -> Response {
+    if path.starts_with("/v1/messages") { anthropic::refused(refusal) } else { openai::refused(refusal) }
 }

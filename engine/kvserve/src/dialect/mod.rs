@@ -3,9 +3,12 @@
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+pub(crate) mod anthropic;
 pub(crate) mod control;
 pub(crate) mod documents;
 pub(crate) mod openai;
+pub(crate) mod responses;
+pub(crate) mod stream;
 pub(crate) mod tokens;
 
 /// Returns a number that no other call returns and no client can guess.

@@ -1,10 +1,12 @@
 //! Tests of the server with raw HTTP.
 
+mod anthropic;
 mod bad_input;
 mod chat;
 mod client;
 mod common;
 mod documents;
 mod endpoints;
+mod responses;
 mod shutdown;
 mod tenants;

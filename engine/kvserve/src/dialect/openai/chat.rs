@@ -4,16 +4,17 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{Request, State};
+use axum::response::sse::Event;
 use axum::response::{IntoResponse as _, Response};
 use kvmodel::{Message, Variable};
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
 use super::fields::{MAX_LOGPROBS, openai_request};
-use super::stream::{self, Chunks};
-use super::{Usage, finish_reason, respond};
+use super::{Usage, done, finish_reason, refused_stream, respond};
 use crate::ask::{Ask, AskedPrompt};
 use crate::dialect::new_id;
+use crate::dialect::stream::{self, Chunks, data};
 use crate::refusal::Refusal;
 use crate::reply::{ReplyEvent, ReplyToken, WholeSample};
 use crate::report::KvReport;
@@ -40,6 +41,7 @@ openai_request! {
         modalities: Option<Variable>,
         audio: Option<Variable>,
         web_search_options: Option<Variable>,
+        moderation: Option<Variable>,
         store: Option<bool>,
         #[allow(dead_code, reason = "there are no calls of tools yet")]
         parallel_tool_calls: Option<IgnoredAny>,
@@ -55,6 +57,8 @@ openai_request! {
         verbosity: Option<IgnoredAny>,
         #[allow(dead_code, reason = "the operator decides how long caches last")]
         prompt_cache_retention: Option<IgnoredAny>,
+        #[allow(dead_code, reason = "everything is cached")]
+        prompt_cache_options: Option<IgnoredAny>,
     }
 }
 
@@ -116,6 +120,7 @@ impl ChatRequest {
             ("modalities", &self.modalities, &only_text),
             ("audio", &self.audio, &|_| false),
             ("web_search_options", &self.web_search_options, &|_| false),
+            ("moderation", &self.moderation, &|_| false),
         ] {
             if given.as_ref().is_some_and(|given| *given != Variable::None && !fits(given)) {
                 return Err(Refusal::unsupported(name, without));
@@ -237,37 +242,43 @@ struct ChatChunks {
 }
 
 impl Chunks for ChatChunks {
-    fn begin(&mut self) -> Vec<Value> {
+    fn begin(&mut self) -> Vec<Event> {
         let role = |index| self.form.delta(index, json!({"role": "assistant", "content": ""}), &[], None);
-        (0..self.samples).map(role).collect()
+        (0..self.samples).map(|index| data(&role(index))).collect()
     }
 
-    fn event(&mut self, _prompt: usize, event: ReplyEvent) -> Vec<Value> {
+    fn event(&mut self, _prompt: usize, event: ReplyEvent) -> Vec<Event> {
         match event {
             ReplyEvent::Piece(piece) => {
-                vec![self.form.delta(piece.sample, json!({"content": piece.text}), &piece.tokens, None)]
+                let delta = json!({"content": piece.text});
+                vec![data(&self.form.delta(piece.sample, delta, &piece.tokens, None))]
             }
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
                 let mut chunk = self.form.delta(end.sample, json!({}), &[], Some(finish_reason(&end.reason)));
                 chunk["kv"] = json!(end.report);
                 self.report = Some(end.report);
-                vec![chunk]
+                vec![data(&chunk)]
             }
         }
     }
 
-    fn end(&mut self) -> Vec<Value> {
+    fn end(&mut self) -> Vec<Event> {
         if !self.usage {
-            return Vec::new();
+            return vec![done()];
         }
         let mut chunk = self.form.chunk(json!([]));
         chunk["usage"] = json!(Usage::of(&self.report, self.tokens));
-        vec![chunk]
+        vec![data(&chunk), done()]
+    }
+
+    fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {
+        refused_stream(refusal)
     }
 }
 
-fn logprobs(tokens: &[ReplyToken]) -> Vec<Value> {
+/// Returns the log-probabilities of tokens.
+pub(crate) fn logprobs(tokens: &[ReplyToken]) -> Vec<Value> {
     let one = |text: &str, logprob: f32| json!({"token": text, "logprob": logprob, "bytes": text.as_bytes()});
     let token = |token: &ReplyToken| {
         let mut all = one(&token.text, token.logprob);

@@ -4,16 +4,17 @@ use std::sync::Arc;
 
 use axum::Json;
 use axum::extract::{Request, State};
+use axum::response::sse::Event;
 use axum::response::{IntoResponse as _, Response};
 use futures_util::future::try_join_all;
 use kvmodel::Variable;
 use serde_json::{Value, json};
 
 use super::fields::{MAX_LOGPROBS, openai_request};
-use super::stream::{self, Chunks};
-use super::{Usage, finish_reason, respond};
+use super::{Usage, done, finish_reason, refused_stream, respond};
 use crate::ask::{Ask, AskedPrompt, Documents};
 use crate::dialect::new_id;
+use crate::dialect::stream::{self, Chunks, data};
 use crate::refusal::Refusal;
 use crate::reply::{EndReason, ReplyEvent, ReplyToken, WholeSample};
 use crate::report::KvReport;
@@ -188,17 +189,17 @@ struct CompletionChunks {
 }
 
 impl Chunks for CompletionChunks {
-    fn begin(&mut self) -> Vec<Value> {
+    fn begin(&mut self) -> Vec<Event> {
         Vec::new()
     }
 
-    fn event(&mut self, prompt: usize, event: ReplyEvent) -> Vec<Value> {
+    fn event(&mut self, prompt: usize, event: ReplyEvent) -> Vec<Event> {
         match event {
             ReplyEvent::Piece(piece) => {
                 let index = prompt * self.form.samples + piece.sample;
                 let choice = self.form.choice(index, &piece.text, &piece.tokens, None, self.offsets[index]);
                 self.offsets[index] += characters(&piece.tokens);
-                vec![self.form.object(json!([choice]))]
+                vec![data(&self.form.object(json!([choice])))]
             }
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
@@ -208,18 +209,22 @@ impl Chunks for CompletionChunks {
                 let mut chunk = self.form.object(json!([choice]));
                 chunk["kv"] = json!(end.report);
                 self.reports[prompt] = Some(end.report);
-                vec![chunk]
+                vec![data(&chunk)]
             }
         }
     }
 
-    fn end(&mut self) -> Vec<Value> {
+    fn end(&mut self) -> Vec<Event> {
         if !self.usage {
-            return Vec::new();
+            return vec![done()];
         }
         let mut chunk = self.form.object(json!([]));
         chunk["usage"] = json!(Usage::of(self.reports.iter().flatten(), self.tokens));
-        vec![chunk]
+        vec![data(&chunk), done()]
+    }
+
+    fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {
+        refused_stream(refusal)
     }
 }
 

@@ -15,7 +15,7 @@ use crate::refusal::Refusal;
 /// The most strings of `stop`.
 const MAX_STOP: usize = 16;
 /// The most likely tokens that a request may ask for at each position.
-pub(super) const MAX_LOGPROBS: usize = 20;
+pub(crate) const MAX_LOGPROBS: usize = 20;
 /// The most entries of `logit_bias`.
 const MAX_BIAS: usize = 1024;
 

@@ -3,10 +3,12 @@
 use axum::Json;
 use axum::http::StatusCode;
 use axum::http::header::{HeaderValue, RETRY_AFTER};
+use axum::response::sse::Event;
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
 use serde_json::{Value, json};
 
+use crate::dialect::stream::data;
 use crate::refusal::{Kind, Refusal};
 use crate::reply::EndReason;
 use crate::report::KvReport;
@@ -15,7 +17,6 @@ pub(crate) mod chat;
 pub(crate) mod completions;
 pub(crate) mod fields;
 pub(crate) mod models;
-pub(crate) mod stream;
 
 /// Returns a refusal in this dialect.
 pub(crate) fn refused(refusal: &Refusal) -> Response {
@@ -43,6 +44,16 @@ pub(crate) fn error(refusal: &Refusal) -> Value {
 /// Returns a handler's response.
 pub(crate) fn respond(result: Result<Response, Refusal>) -> Response {
     result.unwrap_or_else(|refusal| refused(&refusal))
+}
+
+/// Returns the last events of a stream that ends with a refusal.
+fn refused_stream(refusal: &Refusal) -> Vec<Event> {
+    vec![data(&error(refusal)), done()]
+}
+
+/// Returns the event that ends a stream.
+fn done() -> Event {
+    Event::default().data("[DONE]")
 }
 
 /// The numbers of tokens of a request.
