@@ -209,3 +209,38 @@ fn a_client_that_vanishes_frees_its_blocks() {
         );
     }
 }
+
+#[test]
+fn a_storm_of_vanishing_clients_leaves_nothing() {
+    let server = crate::common::reusing();
+    let address = server.address();
+    let clients: Vec<_> = (0..8)
+        .map(|client: u64| {
+            std::thread::spawn(move || {
+                for round in 0..12 {
+                    let stays = (client + round) % 3 == 0;
+                    let more = json!({"ignore_eos": true, "max_tokens": 40, "n": 1 + round % 3, "stream": round % 2 == 0});
+                    let mut client = Client::new(address);
+                    client.request("POST", PATH, &[], question(more).to_string().as_bytes());
+                    if stays {
+                        let answer = client.answer();
+                        assert_eq!(answer.status, 200, "{answer:?}");
+                    } else {
+                        std::thread::sleep(std::time::Duration::from_micros(300 * round * round));
+                    }
+                }
+            })
+        })
+        .collect();
+    for client in clients {
+        client.join().unwrap();
+    }
+    let gone = (0..400).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        let metrics = crate::client::get(address, "/metrics").body;
+        metrics.contains("kvserve:requests{model_name=\"tiny-rag\"} 0.0")
+    });
+    assert!(gone, "two seconds later, requests are still there");
+    assert_nothing_is_held(&server);
+    assert_eq!(post(address, PATH, &question(json!({}))).status, 200);
+}
