@@ -31,6 +31,7 @@
 //! - `ask`, `prompt`, `reply`, `report`, `refusal`: the request, its tokens, its answer, what the answer says about its
 //!   prompt, and why there is none
 //! - `service`, `engine_thread`, `metrics`, `tenants`: what handlers share
+//! - `page`: the page for people, with the last requests
 //! - `body`, `routes`, `server`: HTTP
 //! - `config`, `error`: the settings of a server, and its errors
 
@@ -43,6 +44,7 @@ mod dialect;
 mod engine_thread;
 mod error;
 mod metrics;
+mod page;
 mod prompt;
 mod refusal;
 mod reply;

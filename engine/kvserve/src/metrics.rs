@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvchunk::metrics::{Exposition, LatencyHistogram, MetricKind};
 use kvengine::{Engine, Generation, Step};
 use kvmanager::PoolMetrics;
+use serde::Serialize;
 
 /// Counters of the server.
 #[derive(Debug, Default)]
@@ -67,6 +68,18 @@ impl ServerMetrics {
             add(&self.prompt_tokens, generation.prompt_tokens);
             add(&self.cached_tokens, generation.cached_tokens);
             add(&self.recomputed_tokens, generation.recomputed_tokens);
+        }
+    }
+
+    /// Returns the numbers of all requests so far.
+    pub(crate) fn totals(&self) -> Totals {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        Totals {
+            prompt_tokens: of(&self.prompt_tokens),
+            cached_tokens: of(&self.cached_tokens),
+            recomputed_tokens: of(&self.recomputed_tokens),
+            generation_tokens: of(&self.generation_tokens),
+            ended: of(&self.stopped) + of(&self.cut),
         }
     }
 
@@ -141,6 +154,17 @@ impl ServerMetrics {
         }
         joined([text.to_string()].iter().chain(&caches.texts))
     }
+}
+
+/// The numbers of all requests so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct Totals {
+    prompt_tokens: u64,
+    cached_tokens: u64,
+    recomputed_tokens: u64,
+    generation_tokens: u64,
+    /// The number of answers that ended by themselves or at a limit.
+    ended: u64,
 }
 
 /// The text of the engine's caches.

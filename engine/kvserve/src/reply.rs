@@ -9,6 +9,7 @@ use kvmodel::{TextCodec, TextStream};
 use tokio::sync::{mpsc, watch};
 
 use crate::metrics::{Ended, ServerMetrics};
+use crate::page::{RecentRequest, RecentRequests};
 use crate::refusal::Refusal;
 use crate::report::{Described, KvReport};
 
@@ -87,6 +88,9 @@ pub(crate) struct ReplyForm {
     /// Makes the report from the costs of a sample.
     pub(crate) describe: Described,
     pub(crate) metrics: Arc<ServerMetrics>,
+    pub(crate) recent: Arc<RecentRequests>,
+    /// The tenant, for the page of the server.
+    pub(crate) tenant: Option<Arc<str>>,
     /// The time at which the request arrived.
     pub(crate) arrived: Instant,
 }
@@ -274,6 +278,10 @@ impl<'a> Decoder<'a> {
         };
         let (metrics, tokens) = (&self.form.metrics, decoding.tokens);
         metrics.sample(generation, tokens, self.form.arrived.elapsed(), self.ended == 0);
+        if self.ended == 0 {
+            let form = self.form;
+            form.recent.add(RecentRequest::new(&form.describe, generation, form.tenant.as_deref()));
+        }
         metrics.ended(if reason == EndReason::Length { Ended::Length } else { Ended::Stop });
         self.ended += 1;
         let piece = Piece { sample, text, tokens: std::mem::take(&mut decoding.fresh) };

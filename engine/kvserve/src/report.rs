@@ -40,6 +40,28 @@ pub(crate) struct PartReport {
     pub(crate) reason: Option<&'static str>,
 }
 
+/// A part of a prompt, as a page draws it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Segment {
+    pub(crate) kind: SegmentKind,
+    pub(crate) name: String,
+    pub(crate) tokens: usize,
+    /// The number of tokens whose keys and values were found.
+    pub(crate) found: usize,
+    /// Why not all of them were found, if it is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reason: Option<&'static str>,
+}
+
+/// The kind of a part of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum SegmentKind {
+    System,
+    Document,
+    Question,
+}
+
 /// Where the keys and values of a document come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -92,6 +114,39 @@ impl Described {
             full_attention: self.full_attention,
             not_reused: self.not_reused,
         }
+    }
+
+    /// Returns all parts of a prompt, in their order: what is in front of the documents, the documents, and the rest.
+    pub(crate) fn segments(&self, generation: &Generation) -> Vec<Segment> {
+        let documents =
+            self.documents.iter().map(|(name, tokens)| (SegmentKind::Document, name.clone(), *tokens));
+        let taken = self.before + self.documents.iter().map(|(_, tokens)| tokens).sum::<usize>();
+        let rest = generation.prompt_tokens.saturating_sub(taken);
+        let parts = std::iter::once((SegmentKind::System, "system prompt".to_owned(), self.before))
+            .chain(documents)
+            .chain([(SegmentKind::Question, "question".to_owned(), rest)]);
+        let mut segments: Vec<Segment> = parts
+            .map(|(kind, name, tokens)| Segment { kind, name, tokens, found: 0, reason: None })
+            .collect();
+        let mut left = generation.cached_tokens;
+        if !self.full_attention {
+            let of_documents = segments.iter_mut().filter(|segment| segment.kind == SegmentKind::Document);
+            for (segment, chunk) in of_documents.zip(&generation.chunks) {
+                segment.reason = chunk.missed.map(|reason| reason.name());
+                if chunk.hit {
+                    segment.found = segment.tokens.min(left);
+                    left -= segment.found;
+                }
+            }
+        }
+        // What is left was found from the start.
+        for segment in &mut segments {
+            if self.full_attention || segment.kind != SegmentKind::Document {
+                segment.found = segment.tokens.min(left);
+                left -= segment.found;
+            }
+        }
+        segments
     }
 
     /// Returns the documents of a prompt of which the first `cached` tokens were found.

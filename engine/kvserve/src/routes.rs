@@ -14,6 +14,7 @@ use tower_http::catch_panic::CatchPanicLayer;
 use tracing::{Instrument as _, error, info, info_span};
 
 use crate::dialect::{anthropic, control, new_id, openai, responses, tokens};
+use crate::page;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
 
@@ -32,6 +33,8 @@ pub(crate) fn routes(service: Arc<Service>) -> Router {
         .route("/v1/models/{*name}", get(openai::models::model))
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
+        .route("/", get(page::page))
+        .route("/overview", get(page::overview))
         .route("/health", get(control::health))
         .route("/version", get(control::version))
         .route("/metrics", get(control::metrics))

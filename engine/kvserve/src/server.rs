@@ -85,6 +85,7 @@ impl Server {
             keys,
             limits: limits.clone(),
             metrics: Arc::default(),
+            recent: Arc::default(),
             context,
             vocabulary,
             seats: Arc::default(),

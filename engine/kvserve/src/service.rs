@@ -13,6 +13,7 @@ use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
 use crate::config::{DocumentReuse, Limits};
 use crate::engine_thread::EngineHandle;
 use crate::metrics::ServerMetrics;
+use crate::page::RecentRequests;
 use crate::prompt::{self, BuiltPrompt};
 use crate::refusal::{Kind, Refusal};
 use crate::reply::{Reply, ReplyForm};
@@ -29,6 +30,8 @@ pub(crate) struct Service {
     pub(crate) keys: Option<ApiKeys>,
     pub(crate) limits: Limits,
     pub(crate) metrics: Arc<ServerMetrics>,
+    /// The last requests, for the page.
+    pub(crate) recent: Arc<RecentRequests>,
     /// The maximum number of positions of a request.
     pub(crate) context: usize,
     /// The number of tokens that the model knows.
@@ -68,6 +71,7 @@ impl Service {
         // A request that is given up keeps its place until its text is tokenised.
         let built = self.tokenised(seat, move || prompt::build(&codec, prompt, documents));
         let (built, seat) = built.await?;
+        let tenant = owner.tenant.clone();
         let (request, described) = self.request(built, &settings, owner, priority)?;
         debug!(
             prompt_tokens = request.prompt.len(),
@@ -84,6 +88,8 @@ impl Service {
             logprobs: settings.logprobs.is_some(),
             describe: described,
             metrics: Arc::clone(&self.metrics),
+            recent: Arc::clone(&self.recent),
+            tenant,
             arrived,
         };
         Ok(Reply::start((answer, prompt_tokens), self.codec.clone(), form, self.closing.clone(), seat))
@@ -209,6 +215,17 @@ impl Service {
         }
     }
 
+    /// Returns how documents are answered, in a few words.
+    pub(crate) fn way(&self) -> String {
+        match &self.reuse {
+            Some(reuse) => format!(
+                "documents are reused at any position ({}, recomputed: {})",
+                reuse.settings.cell.mode, reuse.settings.recompute
+            ),
+            None => "full attention: only the beginning of a prompt is reused".to_owned(),
+        }
+    }
+
     /// Says once how prompts are answered.
     pub(crate) fn log_way(&self) {
         match &self.reuse {
@@ -225,5 +242,10 @@ impl Service {
 
 /// Returns the seconds since 1970.
 pub(crate) fn unix_time() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
+    unix_time_ms() / 1000
+}
+
+/// Returns the milliseconds since 1970.
+pub(crate) fn unix_time_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64)
 }

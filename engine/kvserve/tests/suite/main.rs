@@ -7,6 +7,7 @@ mod client;
 mod common;
 mod documents;
 mod endpoints;
+mod page;
 mod responses;
 mod shutdown;
 mod tenants;
