@@ -27,22 +27,23 @@ impl Serving {
     /// Starts a server on a free port, and waits until it listens.
     fn start(args: &[&str]) -> Self {
         let all = [&["serve", "--port", "0"], args].concat();
-        let mut child = Command::new(env!("CARGO_BIN_EXE_kvc"))
+        let command = Command::new(env!("CARGO_BIN_EXE_kvc"))
             .args(all)
             .stdin(Stdio::null())
             .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut log = BufReader::new(child.stderr.take().unwrap());
+            .spawn();
+        let mut child = command.unwrap();
+        let log = BufReader::new(child.stderr.take().unwrap());
+        let mut serving = Self { child, log, address: String::new() };
         let mut line = String::new();
-        loop {
+        while serving.address.is_empty() {
             line.clear();
-            assert!(log.read_line(&mut line).unwrap() > 0, "the server ended");
+            assert!(serving.log.read_line(&mut line).unwrap() > 0, "the server ended");
             if let Some(address) = line.trim().strip_prefix("listening on http://") {
-                let address = address.trim_end_matches("/v1").to_owned();
-                return Self { child, log, address };
+                address.trim_end_matches("/v1").clone_into(&mut serving.address);
             }
         }
+        serving
     }
 
     /// Sends a request on a connection of its own.
@@ -185,6 +186,37 @@ fn a_server_over_a_disk_is_warm_after_a_restart() {
     let mut reversed = question();
     reversed["documents"].as_array_mut().unwrap().reverse();
     assert_eq!(sources(&server.chat("", &reversed)), ["cache"; 2]);
+}
+
+#[test]
+fn an_answer_is_the_one_of_kvc_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let asked = question();
+    let mut args =
+        vec!["--chat".to_owned(), "--max-new-tokens".to_owned(), "4".to_owned(), "--logprobs=1".to_owned()];
+    args.extend(["--system".to_owned(), asked["messages"][0]["content"].as_str().unwrap().to_owned()]);
+    args.extend(["--prompt".to_owned(), asked["messages"][1]["content"].as_str().unwrap().to_owned()]);
+    for (i, text) in asked["documents"].as_array().unwrap().iter().enumerate() {
+        let path = folder.path().join(i.to_string());
+        fs::write(&path, text.as_str().unwrap()).unwrap();
+        args.extend(["--document".to_owned(), path.to_str().unwrap().to_owned()]);
+    }
+    for (serve, run) in [("--reuse-anyway", "--reuse-anyway"), ("--log=info", "--full-attention")] {
+        let server = Serving::start(&[serve]);
+        let mut asked = asked.clone();
+        (asked["logprobs"], asked["top_logprobs"]) = (json!(true), json!(1));
+        let answer = server.chat("", &asked);
+        let mut args: Vec<&str> = args.iter().map(String::as_str).collect();
+        // Without options, kvc run reuses documents with the default settings.
+        args.extend((run == "--full-attention").then_some(run));
+        let own = common::json(&args);
+        assert_eq!(answer["choices"][0]["message"]["content"], own["text"]);
+        assert_eq!(answer["usage"]["prompt_tokens"], own["prompt_tokens"]);
+        assert_eq!(answer["kv"]["recomputed"], own["recomputed_tokens"]);
+        let logprobs = [&answer["choices"][0]["logprobs"]["content"], &own["logprobs"]];
+        let [served, run] = logprobs.map(|all| all[0]["logprob"].as_f64().unwrap());
+        assert!((served - run).abs() < 1e-5, "{served} {run}");
+    }
 }
 
 /// Writes a file as `kvc tune` does, for the built-in model.

@@ -116,13 +116,11 @@ fn run(mut engine: Engine, commands: &Receiver<Command>, last: &Mutex<Step>) {
             Err(TryRecvError::Empty) => {}
         }
         // A sleeping engine has no requests.
-        let step = match catch_unwind(AssertUnwindSafe(|| engine.step())) {
-            Ok(step) => step.unwrap_or(Step { tokens: 0, running: 0, waiting: 0, ..*last.lock() }),
-            Err(_) => {
-                error!("a step panicked; its requests have ended, and the engine goes on");
-                continue;
-            }
+        let Ok(step) = catch_unwind(AssertUnwindSafe(|| engine.step())) else {
+            error!("a step panicked; its requests have ended, and the engine goes on");
+            continue;
         };
+        let step = step.unwrap_or(Step { tokens: 0, running: 0, waiting: 0, ..*last.lock() });
         idle = step.is_idle();
         *last.lock() = step;
     }

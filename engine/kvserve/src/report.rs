@@ -1,5 +1,6 @@
 //! What an answer says about its prompt: what was found in the caches, and what was computed.
 
+use kvchunk::MissReason;
 use kvengine::Generation;
 use serde::Serialize;
 
@@ -99,7 +100,7 @@ impl Described {
                     id: id.clone(),
                     tokens: *tokens,
                     source: if chunk.hit { PartSource::Cache } else { PartSource::Computed },
-                    reason: chunk.missed.filter(|_| !chunk.hit).map(|reason| reason.name()),
+                    reason: chunk.missed.filter(|_| !chunk.hit).map(MissReason::name),
                 })
                 .collect()
         };

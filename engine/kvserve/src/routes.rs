@@ -11,7 +11,7 @@ use axum::middleware::{Next, from_fn};
 use axum::response::Response;
 use axum::routing::{get, post};
 use tower_http::catch_panic::CatchPanicLayer;
-use tracing::{Instrument as _, error, info, info_span};
+use tracing::{Instrument as _, debug, error, info, info_span};
 
 use crate::dialect::{anthropic, control, new_id, openai, responses, tokens};
 use crate::page;
@@ -20,6 +20,8 @@ use crate::service::Service;
 
 /// The header with the name of a request in the log.
 const REQUEST_ID: &str = "x-request-id";
+/// The name of this header in Anthropic's API.
+const ANTHROPIC_REQUEST_ID: &str = "request-id";
 
 /// Returns the paths.
 pub(crate) fn routes(service: Arc<Service>) -> Router {
@@ -60,9 +62,17 @@ async fn named(request: Request, next: Next) -> Response {
     let span = info_span!("request", id = shown, %method, path);
     let started = Instant::now();
     let mut response = next.run(request).instrument(span.clone()).await;
-    let status = response.status().as_u16();
-    span.in_scope(|| info!(status, ms = started.elapsed().as_millis() as u64, "answered"));
+    let (status, ms) = (response.status().as_u16(), started.elapsed().as_millis() as u64);
+    // Monitors ask every few seconds.
+    if ["/health", "/metrics"].contains(&path.as_str()) {
+        span.in_scope(|| debug!(status, ms, "answered"));
+    } else {
+        span.in_scope(|| info!(status, ms, "answered"));
+    }
     if let Some(id) = id {
+        if path.starts_with("/v1/messages") {
+            response.headers_mut().insert(ANTHROPIC_REQUEST_ID, id.clone());
+        }
         response.headers_mut().insert(REQUEST_ID, id);
     }
     response

@@ -228,15 +228,15 @@ impl Service {
 
     /// Says once how prompts are answered.
     pub(crate) fn log_way(&self) {
-        match &self.reuse {
-            Some(reuse) => {
-                info!(chunks = %reuse.settings.cell.mode, positions = ?reuse.settings.cell.strategy, recompute = %reuse.settings.recompute, "documents are reused at any position")
-            }
-            None => info!(
-                "documents are answered by full attention, where only the beginning of a prompt is reused; find settings for \
-                 this model with `kvc tune`, and give the file as --reuse, or give --reuse-anyway"
-            ),
-        }
+        let Some(reuse) = &self.reuse else {
+            info!(
+                "documents are answered by full attention, where only the beginning of a prompt is reused; find settings \
+                 for this model with `kvc tune`, and give the file as --reuse, or give --reuse-anyway"
+            );
+            return;
+        };
+        let (cell, recompute) = (reuse.settings.cell, reuse.settings.recompute);
+        info!(chunks = %cell.mode, positions = ?cell.strategy, %recompute, "documents are reused at any position");
     }
 }
 

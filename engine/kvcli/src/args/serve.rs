@@ -93,7 +93,7 @@ pub(crate) struct ServerArgs {
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) memory_share: Option<f64>,
 
-    /// Let POST /sleep release the memory of the caches, and POST /wake_up take it back.
+    /// Let the paths /sleep and /`wake_up` release the memory of the caches and take it back.
     #[arg(long)]
     pub(crate) enable_sleep_mode: bool,
 

@@ -220,6 +220,8 @@ fn refusals_of_the_server_itself_have_the_form_of_this_dialect() {
     let limits = Limits { body_bytes: 2000, ..Limits::default() };
     let server = with(None, ServerConfig { keys: Some(keys), limits, ..free_port() });
     let send = |headers: &[(&str, &str)], body: &[u8]| call(server.address(), "POST", PATH, headers, body);
+    let named = call(server.address(), "POST", PATH, &[("x-request-id", "a-1")], b"{}");
+    assert_eq!((named.header("request-id"), named.header("x-request-id")), (Some("a-1"), Some("a-1")));
     let kind = |answer: crate::client::Answer| {
         (answer.status, answer.json()["error"]["type"].as_str().unwrap().to_owned())
     };

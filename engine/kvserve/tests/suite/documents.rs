@@ -171,7 +171,7 @@ fn nothing_is_cut_that_no_request_asks_to_cut() {
 }
 
 #[test]
-fn a_history_behind_documents_is_cached_with_them() {
+fn documents_stay_cached_while_a_conversation_grows_behind_them() {
     let server = reusing();
     let mut messages = vec![
         json!({"role": "system", "content": SYSTEM}),
@@ -246,6 +246,22 @@ fn wrong_documents_are_refused_by_name(#[case] more: Value, #[case] param: &str,
     let error = &answer.json()["error"];
     assert_eq!(error["param"], param, "{error}");
     assert!(error["message"].as_str().unwrap().contains(reason), "{error}");
+    assert_nothing_is_held(&server);
+}
+
+#[test]
+fn documents_may_repeat_and_contain_each_other() {
+    let server = reusing();
+    let long = format!("{}{}", DOCUMENTS[0].1, DOCUMENTS[1].1);
+    let given = json!([DOCUMENTS[0].1, long, DOCUMENTS[0].1, "alba", DOCUMENTS[1].1, DOCUMENTS[1].1]);
+    for turn in 0..2 {
+        let answer = post(server.address(), PATH, &question(json!({"documents": given}))).json();
+        let parts = answer["kv"]["parts"].as_array().unwrap();
+        assert_eq!(parts.len(), 6, "{answer}");
+        let cached = parts.iter().filter(|part| part["source"] == "cache").count();
+        // Of equal documents, all but the first are found the first time, too.
+        assert_eq!(cached, if turn == 0 { 2 } else { 6 }, "{answer}");
+    }
     assert_nothing_is_held(&server);
 }
 

@@ -209,7 +209,7 @@ impl Form {
         })
     }
 
-    fn chunk(&self, choices: Value) -> Value {
+    fn chunk(&self, choices: &Value) -> Value {
         json!({
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -222,12 +222,12 @@ impl Form {
     fn delta(
         &self,
         index: usize,
-        delta: Value,
+        delta: &Value,
         tokens: &[ReplyToken],
         reason: Option<&'static str>,
     ) -> Value {
         let logprobs = (self.logprobs && !tokens.is_empty()).then(|| json!({"content": logprobs(tokens)}));
-        self.chunk(json!([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]))
+        self.chunk(&json!([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]))
     }
 }
 
@@ -243,7 +243,7 @@ struct ChatChunks {
 
 impl Chunks for ChatChunks {
     fn begin(&mut self) -> Vec<Event> {
-        let role = |index| self.form.delta(index, json!({"role": "assistant", "content": ""}), &[], None);
+        let role = |index| self.form.delta(index, &json!({"role": "assistant", "content": ""}), &[], None);
         (0..self.samples).map(|index| data(&role(index))).collect()
     }
 
@@ -251,11 +251,12 @@ impl Chunks for ChatChunks {
         match event {
             ReplyEvent::Piece(piece) => {
                 let delta = json!({"content": piece.text});
-                vec![data(&self.form.delta(piece.sample, delta, &piece.tokens, None))]
+                vec![data(&self.form.delta(piece.sample, &delta, &piece.tokens, None))]
             }
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
-                let mut chunk = self.form.delta(end.sample, json!({}), &[], Some(finish_reason(&end.reason)));
+                let mut chunk =
+                    self.form.delta(end.sample, &json!({}), &[], Some(finish_reason(&end.reason)));
                 chunk["kv"] = json!(end.report);
                 self.report = Some(end.report);
                 vec![data(&chunk)]
@@ -267,7 +268,7 @@ impl Chunks for ChatChunks {
         if !self.usage {
             return vec![done()];
         }
-        let mut chunk = self.form.chunk(json!([]));
+        let mut chunk = self.form.chunk(&json!([]));
         chunk["usage"] = json!(Usage::of(&self.report, self.tokens));
         vec![data(&chunk), done()]
     }

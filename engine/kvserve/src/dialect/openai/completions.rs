@@ -146,7 +146,7 @@ impl Form {
         };
         let choices: Vec<Value> = samples().enumerate().map(choice).collect();
         let tokens = samples().map(|sample| sample.num_tokens).sum();
-        let mut all = self.object(json!(choices));
+        let mut all = self.object(&json!(choices));
         all["usage"] = json!(Usage::of(prompts.iter().map(|(_, report)| report), tokens));
         all["kv"] = match prompts {
             [(_, report)] => json!(report),
@@ -155,7 +155,7 @@ impl Form {
         all
     }
 
-    fn object(&self, choices: Value) -> Value {
+    fn object(&self, choices: &Value) -> Value {
         json!({
             "id": self.id,
             "object": "text_completion",
@@ -199,14 +199,14 @@ impl Chunks for CompletionChunks {
                 let index = prompt * self.form.samples + piece.sample;
                 let choice = self.form.choice(index, &piece.text, &piece.tokens, None, self.offsets[index]);
                 self.offsets[index] += characters(&piece.tokens);
-                vec![data(&self.form.object(json!([choice])))]
+                vec![data(&self.form.object(&json!([choice])))]
             }
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
                 let index = prompt * self.form.samples + end.sample;
                 let mut choice = self.form.choice(index, "", &[], Some(&end.reason), 0);
                 choice["logprobs"] = Value::Null;
-                let mut chunk = self.form.object(json!([choice]));
+                let mut chunk = self.form.object(&json!([choice]));
                 chunk["kv"] = json!(end.report);
                 self.reports[prompt] = Some(end.report);
                 vec![data(&chunk)]
@@ -218,7 +218,7 @@ impl Chunks for CompletionChunks {
         if !self.usage {
             return vec![done()];
         }
-        let mut chunk = self.form.object(json!([]));
+        let mut chunk = self.form.object(&json!([]));
         chunk["usage"] = json!(Usage::of(self.reports.iter().flatten(), self.tokens));
         vec![data(&chunk), done()]
     }

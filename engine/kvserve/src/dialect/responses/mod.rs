@@ -215,7 +215,7 @@ impl Form {
     }
 
     /// Returns the response with a status and its output so far.
-    fn response(&self, status: &str, output: Value) -> Value {
+    fn response(&self, status: &str, output: &Value) -> Value {
         json!({
             "id": self.id,
             "object": "response",
@@ -243,7 +243,7 @@ impl Form {
     }
 
     /// Returns the message with a status and its content.
-    fn item(&self, status: &str, content: Value) -> Value {
+    fn item(&self, status: &str, content: &Value) -> Value {
         json!({"type": "message", "id": self.message, "status": status, "role": "assistant", "content": content})
     }
 
@@ -251,8 +251,8 @@ impl Form {
     fn finished(&self, sample: &WholeSample, report: &KvReport) -> Value {
         let cut = sample.reason == Some(EndReason::Length);
         let status = if cut { "incomplete" } else { "completed" };
-        let item = self.item(status, json!([text_part(&sample.text, &sample.tokens)]));
-        let mut response = self.response(status, json!([item]));
+        let item = self.item(status, &json!([text_part(&sample.text, &sample.tokens)]));
+        let mut response = self.response(status, &json!([item]));
         if cut {
             response["incomplete_details"] = json!({"reason": "max_output_tokens"});
         }

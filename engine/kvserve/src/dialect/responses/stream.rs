@@ -40,8 +40,8 @@ impl ResponseChunks {
 
 impl Chunks for ResponseChunks {
     fn begin(&mut self) -> Vec<Event> {
-        let response = self.form.response("in_progress", json!([]));
-        let item = self.form.item("in_progress", json!([]));
+        let response = self.form.response("in_progress", &json!([]));
+        let item = self.form.item("in_progress", &json!([]));
         let mut part = self.place();
         part["part"] = text_part("", &[]);
         vec![
@@ -89,7 +89,7 @@ impl Chunks for ResponseChunks {
 
     fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {
         let code = refusal.code.unwrap_or("server_error");
-        let mut response = self.form.response("failed", json!([]));
+        let mut response = self.form.response("failed", &json!([]));
         response["error"] = json!({"code": code, "message": refusal.message});
         vec![self.numbered("response.failed", json!({"response": response}))]
     }
