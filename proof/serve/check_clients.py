@@ -1,17 +1,21 @@
 """Asks a running server with unmodified clients of other people.
 
-    python check_clients.py [--kvc target/release/kvc] [--only openai,anthropic,…]
+    python check_clients.py [--kvc target/release/kvc] [--only openai,anthropic,…] [--record FILE]
 
-The clients are those of OpenAI, Anthropic, LangChain and LlamaIndex, in the versions of requirements.txt. The server has the
+The clients are those of OpenAI, Anthropic, Cohere, LangChain and LlamaIndex, in the versions of requirements.txt. The server has the
 built-in model. Each client asks about the demo's documents, whole and streamed, and again with the documents in another order:
 all their tokens must be found then, and the answer must be that of `kvc run`. Wrong requests must become the client's own
 errors.
+
+``--record`` writes the requests as the clients sent them, one a line, with the statuses of the answers. The tests of the crate
+`kvserve` send them again (`engine/kvserve/tests/recorded.jsonl`), so that they need no clients.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import inspect
 import json
 import subprocess
@@ -220,6 +224,39 @@ class Anthropic:
         refused(errors.BadRequestError, lambda: create(**{**self.settings("text"), "max_tokens": -1}), "max_tokens")
 
 
+class Cohere:
+    """Cohere's client: chats with documents."""
+
+    def __init__(self, asked: Asked) -> None:
+        import cohere
+
+        self.library, self.asked = cohere, asked
+        self.client = cohere.ClientV2(base_url=asked.url, api_key="none")
+
+    def settings(self, turned: int = 0) -> dict[str, Any]:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+        documents = [{"id": one["id"], "data": {"text": one["text"]}} for one in self.asked.documents(turned)]
+        return {"model": "tiny-rag", "messages": messages, "documents": documents, "temperature": 0, "max_tokens": TOKENS}
+
+    def test_documents_are_found_in_any_order(self) -> None:
+        self.client.chat(**self.settings())
+        again = self.client.chat(**self.settings(3))
+        same((again.message.content[0].text, again.finish_reason), (self.asked.answer, "COMPLETE"), "the answer")
+        at_least(again.usage.cached_tokens, self.asked.tokens, "cached tokens")
+
+    def test_a_stream_has_the_same_text(self) -> None:
+        events = list(self.client.chat_stream(**self.settings(1)))
+        text = "".join(event.delta.message.content.text for event in events if event.type == "content-delta")
+        same((text, events[-1].delta.finish_reason), (self.asked.answer, "COMPLETE"), "the stream")
+
+    def test_errors_are_the_clients_own(self) -> None:
+        from cohere.errors import BadRequestError, NotFoundError
+
+        chat = self.client.chat
+        refused(NotFoundError, lambda: chat(**{**self.settings(), "model": "command-z"}), "command-z")
+        refused(BadRequestError, lambda: chat(**{**self.settings(), "temperature": 9}), "temperature")
+
+
 class LangChain:
     """LangChain's chat model over OpenAI's API."""
 
@@ -266,7 +303,50 @@ class LlamaIndex:
         same("".join(piece.delta for piece in self.model.stream_chat(self.messages)), self.asked.answer, "the stream")
 
 
-CLIENTS: dict[str, Callable[[Asked], object]] = {"openai": OpenAi, "anthropic": Anthropic, "langchain": LangChain, "llama-index": LlamaIndex}
+class Recorder:
+    """Writes each request once, as it goes over the wire."""
+
+    HEADERS = ("accept", "content-type", "anthropic-version", "x-client-name")
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.lines: dict[str, str] = {}
+        # The clients differ in the library that they send requests with.
+        for library in ("httpx", "httpx2"):
+            self._listen(importlib.import_module(library))
+
+    def _listen(self, library: Any) -> None:
+        send, send_async = library.Client.send, library.AsyncClient.send
+
+        def sent(client: Any, request: Any, **settings: Any) -> Any:
+            answer = send(client, request, **settings)
+            self.add(request, answer.status_code)
+            return answer
+
+        async def sent_async(client: Any, request: Any, **settings: Any) -> Any:
+            answer = await send_async(client, request, **settings)
+            self.add(request, answer.status_code)
+            return answer
+
+        library.Client.send, library.AsyncClient.send = sent, sent_async
+
+    def add(self, request: Any, status: int) -> None:
+        body = request.content.decode()
+        if len(body) > LONG:
+            return
+        headers = {name: request.headers[name] for name in self.HEADERS if name in request.headers}
+        path = request.url.raw_path.decode()
+        one = {"client": self.name, "status": status, "method": request.method, "path": path, "headers": headers, "body": body}
+        self.lines.setdefault(json.dumps([self.name, path, body]), json.dumps(one, ensure_ascii=False))
+
+    def write(self, path: str) -> None:
+        Path(path).write_text("".join(f"{line}\n" for line in self.lines.values()))
+
+
+LONG = 20_000
+"""The number of bytes from which a request is not recorded."""
+
+CLIENTS: dict[str, Callable[[Asked], object]] = {"openai": OpenAi, "anthropic": Anthropic, "cohere": Cohere, "langchain": LangChain, "llama-index": LlamaIndex}
 
 
 def tests(client: object) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -279,11 +359,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvc", default=str(ROOT / "target/release/kvc"))
     parser.add_argument("--only", default=",".join(CLIENTS), help="clients, with commas between them")
+    parser.add_argument("--record", help="a file for the requests")
     args = parser.parse_args()
-    failed = 0
+    failed, recorder = 0, Recorder() if args.record else None
     with served(args.kvc, "--reuse-anyway") as url:
         asked = Asked(url, args.kvc)
         for name in args.only.split(","):
+            if recorder:
+                recorder.name = name
             for test, call in tests(CLIENTS[name](asked)):
                 try:
                     call()
@@ -292,6 +375,8 @@ def main() -> None:
                     print(f"FAILED  {name}: {test}: {type(error).__name__}: {error}")
                 else:
                     print(f"ok      {name}: {test}")
+    if recorder:
+        recorder.write(args.record)
     if failed:
         sys.exit(f"{failed} failed")
 

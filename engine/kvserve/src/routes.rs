@@ -13,7 +13,7 @@ use axum::routing::{get, post};
 use tower_http::catch_panic::CatchPanicLayer;
 use tracing::{Instrument as _, debug, error, info, info_span};
 
-use crate::dialect::{anthropic, control, new_id, openai, responses, tokens};
+use crate::dialect::{anthropic, cohere, control, new_id, openai, responses, tokens};
 use crate::page;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
@@ -31,6 +31,7 @@ pub(crate) fn routes(service: Arc<Service>) -> Router {
         .route("/v1/messages", post(anthropic::messages::messages))
         .route("/v1/messages/count_tokens", post(anthropic::messages::count))
         .route("/v1/responses", post(responses::responses))
+        .route("/v2/chat", post(cohere::chat::chat))
         .route("/v1/models", get(openai::models::models))
         .route("/v1/models/{*name}", get(openai::models::model))
         .route("/tokenize", post(tokens::tokenize))
@@ -64,7 +65,7 @@ async fn named(request: Request, next: Next) -> Response {
     let mut response = next.run(request).instrument(span.clone()).await;
     let (status, ms) = (response.status().as_u16(), started.elapsed().as_millis() as u64);
     // Monitors ask every few seconds.
-    if ["/health", "/metrics"].contains(&path.as_str()) {
+    if ["/health", "/metrics", "/overview"].contains(&path.as_str()) {
         span.in_scope(|| debug!(status, ms, "answered"));
     } else {
         span.in_scope(|| info!(status, ms, "answered"));

@@ -13,7 +13,7 @@ use serde_json::json;
 use tracing::info;
 
 use super::openai::respond;
-use super::{anthropic, openai};
+use super::{anthropic, cohere, openai};
 use crate::metrics::CacheText;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
@@ -115,5 +115,9 @@ pub(crate) async fn no_method(request: Request) -> Response {
 
 /// Returns a refusal in the dialect of a path.
 fn refused_at(path: &str, refusal: &Refusal) -> Response {
-    if path.starts_with("/v1/messages") { anthropic::refused(refusal) } else { openai::refused(refusal) }
+    match path {
+        _ if path.starts_with("/v1/messages") => anthropic::refused(refusal),
+        _ if path.starts_with("/v2/") => cohere::refused(refusal),
+        _ => openai::refused(refusal),
+    }
 }

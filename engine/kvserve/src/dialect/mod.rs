@@ -4,6 +4,7 @@ use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) mod anthropic;
+pub(crate) mod cohere;
 pub(crate) mod control;
 pub(crate) mod documents;
 pub(crate) mod openai;
