@@ -95,7 +95,7 @@ const HISTOGRAMS: [LatencyColumn<PoolMetrics>; 2] = [
 impl PoolMetrics {
     /// Reads the metrics that the pool itself provides. All counts of a manager's calls are 0, and the
     /// latencies are empty. Blocks that are being filled or shared count as in flight.
-    pub(crate) fn of(pool: &BlockPool) -> Self {
+    pub fn of(pool: &BlockPool) -> Self {
         let counts = pool.counts();
         let in_flight = counts.mutable + counts.shared;
         Self {

@@ -132,6 +132,20 @@ pub(crate) enum Error {
     /// The demo's check of its own results failed.
     #[error("{0}")]
     Demo(String),
+    /// The server failed.
+    #[error(transparent)]
+    Serve(#[from] kvserve::Error),
+    /// The answers that show whether reuse suits the model do not say so.
+    #[error(
+        "{path} does not show that the settings lose at most {within} percentage points of answers; run kvc tune with more \
+         questions, or give --reuse-anyway as well"
+    )]
+    NotPassed { path: PathBuf, within: f64 },
+    /// The filter of the log is malformed.
+    #[error(
+        "--log {filter:?}: {reason}; write a level such as info, or levels of modules such as warn,kvserve=debug"
+    )]
+    Log { filter: String, reason: String },
     /// The output cannot be written.
     #[error("cannot write the result: {0}")]
     Output(#[from] std::io::Error),

@@ -3,7 +3,7 @@
 //! Exit codes: 0 for success, 1 for a failure, 2 for wrong usage.
 //!
 //! - [`args`]: the command line, and its help
-//! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`warm`], [`inspect`], [`doctor`], [`devices`]: the commands
+//! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`warm`], [`mod@serve`], [`inspect`], [`doctor`], [`devices`]: the commands
 //! - [`asking`], [`decoys`], [`way`]: the engine and the questions of `eval` and `tune`; files with decoys; how
 //!   documents are reused
 //! - [`backend`], [`load`], [`embedded`]: devices and models
@@ -32,6 +32,7 @@ mod plot;
 mod progress;
 mod report;
 mod run;
+mod serve;
 mod text_file;
 mod tune;
 mod warm;
@@ -48,6 +49,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(&args),
         Command::Eval(args) => eval::eval(&args),
         Command::Tune(args) => tune::tune(&args),
+        Command::Serve(args) => serve::serve(&args),
         Command::Warm(args) => warm::warm(&args),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Doctor(args) => doctor::doctor(&args),

@@ -473,7 +473,7 @@ impl Engine {
             None => (request.prompt.iter().collect(), request.prompt.len()),
         };
         let ropes = self.runner.ropes(end, request.max_new_tokens)?;
-        self.runner.pin(&self.runner.keys(request.tenant.as_deref(), &ropes)?, &tokens)
+        self.runner.pin(&self.runner.keys(request.owner(), &ropes)?, &tokens)
     }
 
     /// Puts whole pools to sleep and releases their device memory. Pools that are already asleep stay asleep.

@@ -50,7 +50,7 @@ pub use config::{
 };
 pub use engine::Engine;
 pub use error::{Error, Result};
-pub use prompt::BUILT_IN_DECOYS;
+pub use prompt::{BUILT_IN_DECOYS, document_text};
 pub use request::{
     BeamSearch, FinishReason, Generation, PromptTokens, Request, Sampling, SparseDecode, TokenLogprobs,
 };

@@ -77,6 +77,9 @@ pub struct Request {
     pub scaling: ContextScaling,
     /// The tag of the chunk cache tenant that owns the chunks; `None` for the default tenant.
     pub tenant: Option<String>,
+    /// A salt that divides what the tenant has in the caches: only requests of the tenant with the same salt find
+    /// what this request leaves there. A client may choose it. `None` for what all of the tenant's requests share.
+    pub cache_salt: Option<Arc<[u8]>>,
     /// The number of answers to sample. The prompt is computed once. The answer with index `i` uses the seed
     /// [`Sampling::seed`] plus `i`. [`Engine::generate`](crate::Engine::generate) returns only one answer. A
     /// request with a [forced](Self::forced) answer has one sample.
@@ -137,6 +140,7 @@ impl Request {
             recompute: Arc::new(Recompute::None),
             scaling: ContextScaling::default(),
             tenant: None,
+            cache_salt: None,
             samples: 1,
             beams: None,
             priority: 0,
@@ -161,6 +165,11 @@ impl Request {
             PromptTokens::Chunked(prompt) if !self.full_attention => Some(prompt),
             _ => None,
         }
+    }
+
+    /// Returns the tag of the tenant and the salt that separate the request's cached contents from others.
+    pub(crate) fn owner(&self) -> (Option<&str>, Option<&[u8]>) {
+        (self.tenant.as_deref(), self.cache_salt.as_deref())
     }
 
     /// Returns the number of sequences that the request decodes.
@@ -374,6 +383,9 @@ pub struct Generation {
     pub prefill_flops: u64,
     /// The time to first token (TTFT), measured from the submission of the request.
     pub ttft: Duration,
+    /// The time from the submission of the request to its admission: the time that it waited for other requests and
+    /// for a disk.
+    pub queued: Duration,
     /// The time from the submission of the request to the end of the answer.
     pub total: Duration,
     /// The reason why the start of the prompt was not found: the first missing block of an ordinary prompt, or of the

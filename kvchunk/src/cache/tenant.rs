@@ -33,6 +33,14 @@ impl TenantKeys {
     pub fn root(&self) -> &BlockKey {
         &self.root
     }
+
+    /// Returns the keys below the tenant's for contents that only requests with the same salt may find. A client may
+    /// choose the salt, because it only divides what the tenant has.
+    #[must_use]
+    pub fn salted(self, salt: &[u8]) -> Self {
+        let bytes: Vec<u32> = salt.iter().map(|&byte| u32::from(byte)).collect();
+        Self { root: self.root.derive("kvchunk client salt v1").child(&bytes), ..self }
+    }
 }
 
 /// A user of a chunk cache, with a human-readable tag, a salt that keeps its keys apart from the keys of

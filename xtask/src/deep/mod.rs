@@ -167,6 +167,12 @@ pub(crate) const SLICES: &[Slice] = &[
         command: "cargo xtask python --vllm docs",
         needs: python::NEEDS_VLLM,
     },
+    Slice {
+        name: "serve",
+        covers: "kvc serve with unmodified clients of OpenAI, Anthropic, Cohere, LangChain and LlamaIndex, and its page in Chromium",
+        command: "cargo build --release --workspace --all-features --bin kvc && python3 proof/serve/run.py",
+        needs: &[Tool::Program("chromium", "chromium")],
+    },
     plain(
         "benches-cpu",
         "every benchmark of the CPU in small sizes, and the ratios that are required",

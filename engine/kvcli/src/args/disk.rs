@@ -27,11 +27,6 @@ pub(crate) struct DiskArgs {
 
     #[command(flatten)]
     file: DiskFileArgs,
-
-    /// File for the keys and values of this prompt alone: if it exists, they are restored from it before the prompt is
-    /// computed, and they are saved there after the answer. For a folder of many documents, use --disk.
-    #[arg(long, value_name = "FILE")]
-    pub(crate) prompt_cache: Option<PathBuf>,
 }
 
 /// Options for the file in the folder, shared by all commands that fill it.
@@ -175,7 +170,7 @@ const UNITS: [(&str, u64); 9] = [
 ];
 
 /// Reads a size with a unit, or in bytes.
-fn bytes(text: &str) -> std::result::Result<u64, String> {
+pub(super) fn bytes(text: &str) -> std::result::Result<u64, String> {
     let lower = text.trim().to_ascii_lowercase();
     let unit = UNITS.iter().find_map(|&(unit, scale)| Some((lower.strip_suffix(unit)?, scale)));
     let (number, scale) = unit.unwrap_or((&lower, 1));

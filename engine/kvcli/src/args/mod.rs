@@ -9,6 +9,7 @@ mod disk;
 mod eval;
 mod prompt;
 mod sampling;
+mod serve;
 mod sleep;
 mod tune;
 mod way;
@@ -19,6 +20,7 @@ pub(crate) use disk::{DiskArgs, DoctorArgs, InspectArgs, WarmArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;
 pub(crate) use sampling::SamplingArgs;
+pub(crate) use serve::{LogFormat, ServerArgs};
 pub(crate) use sleep::SleepArgs;
 pub(crate) use tune::TuneArgs;
 pub(crate) use way::{WayArgs, way};
@@ -51,7 +53,12 @@ pub(crate) struct Cli {
 impl Cli {
     /// Parses the command line. Exits with code 2 if the arguments are invalid.
     pub(crate) fn of_the_program() -> Self {
-        let cli = Self::parse();
+        let cli = Self::parse_with_file();
+        if let Command::Serve(args) = &cli.command
+            && let Some(what) = args.without_effect()
+        {
+            Self::command().error(ErrorKind::ArgumentConflict, what).exit();
+        }
         if let Command::Run(args) = &cli.command
             && let Some(what) = args.without_effect().or_else(|| args.sampling.without_effect())
         {
@@ -93,6 +100,8 @@ pub(crate) enum Command {
     /// Find the cheapest reuse settings whose loss compared with full attention is within a limit, and write
     /// them to a file for --reuse.
     Tune(Box<TuneArgs>),
+    /// Answer requests over HTTP, as clients of existing APIs send them.
+    Serve(Box<ServerArgs>),
     /// Compute documents ahead of time, and store their keys and values on a disk for later runs.
     Warm(Box<WarmArgs>),
     /// Describe what is stored on a disk.
@@ -165,6 +174,11 @@ pub(crate) struct RunArgs {
 
     #[command(flatten)]
     pub(crate) disk: DiskArgs,
+
+    /// File for the keys and values of this prompt alone: if it exists, they are restored from it before the prompt is
+    /// computed, and they are saved there after the answer. For a folder of many documents, use --disk.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) prompt_cache: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) way: WayArgs,

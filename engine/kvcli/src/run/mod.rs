@@ -55,7 +55,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     args.disk.open(&mut engine)?;
-    let kept = args.disk.prompt_cache.as_deref();
+    let kept = args.prompt_cache.as_deref();
     let kept = kept.map(|path| PromptCache::restore(path, &mut engine)).transpose()?;
     for earlier in prompts.warm(&codec) {
         let request = request(args, &way, &engine, earlier?.with_decoys(Arc::clone(&decoys))?);

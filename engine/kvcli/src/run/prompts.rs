@@ -4,7 +4,7 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use kvchunk::DEFAULT_SEPARATOR;
-use kvengine::PromptTokens;
+use kvengine::{PromptTokens, document_text};
 use kvmodel::{Message, Role, TextCodec, Variable};
 
 use crate::args::PromptArgs;
@@ -132,11 +132,11 @@ impl RunPrompts {
             Form::Cut { separator, chat: true } => Ok(PromptTokens::split_chat(codec, text, separator)?),
             Form::Cut { separator, chat: false } => Ok(PromptTokens::split(codec, text, separator, true)?),
             Form::Raw { system, documents } if documents.is_empty() => {
-                let system = system.as_deref().map(ended).unwrap_or_default();
+                let system = system.as_deref().map(document_text).unwrap_or_default();
                 Ok(PromptTokens::Plain(codec.encode(&format!("{system}{text}"), true)?))
             }
             Form::Raw { system, documents } => {
-                let system = system.as_deref().map(ended).unwrap_or_default();
+                let system = system.as_deref().map(document_text).unwrap_or_default();
                 if codec.encode(&system, true)?.is_empty() {
                     return Err(Error::NoSystem);
                 }
@@ -199,7 +199,7 @@ pub(crate) fn document(path: &Path) -> Result<String> {
     if text.trim().is_empty() {
         return Err(Error::EmptyDocument(path.to_owned()));
     }
-    Ok(ended(&text))
+    Ok(document_text(&text).into_owned())
 }
 
 /// Reads a conversation that ends with a user's message.
@@ -208,11 +208,4 @@ fn messages(path: &Path) -> Result<Vec<Message>> {
     let messages = Message::list(&text_of(path)?).map_err(wrong)?;
     Message::check_answerable(&messages).map_err(wrong)?;
     Ok(messages)
-}
-
-// Decision: docs/decisions/models.md#a-document-file-ends-with-a-line-break
-/// Returns `text` with a line break at its end, so that the next part of the prompt does not continue its
-/// last word.
-fn ended(text: &str) -> String {
-    if text.ends_with('\n') { text.to_owned() } else { format!("{text}\n") }
 }

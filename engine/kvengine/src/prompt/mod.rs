@@ -10,3 +10,4 @@ mod text;
 
 pub use decoys::BUILT_IN_DECOYS;
 pub(crate) use parts::LivePrompt;
+pub use text::document_text;

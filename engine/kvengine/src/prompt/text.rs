@@ -1,5 +1,7 @@
 //! Splits text into the parts of a prompt. Each part is tokenised separately.
 
+use std::borrow::Cow;
+
 use kvchunk::{ChunkedPrompt, SplitPrompt};
 use kvmodel::{Message, Role, TextCodec};
 
@@ -104,6 +106,32 @@ impl PromptTokens {
         let question = format!("{}{after}", last.text());
         Self::from_parts(codec, &before, documents, &question, false)
     }
+
+    // Decision: docs/decisions/serve.md#documents-stand-in-front-of-the-conversation
+    /// Encodes a conversation with documents in the middle: they stand at byte `at` of the text of the message with the
+    /// zero-based index `message`. Everything before the documents is the system prompt, and everything after them is
+    /// the question. If the documents stand before the text of the user's first message, they stay where they are while
+    /// the conversation grows, unlike with [`from_conversation`](Self::from_conversation).
+    ///
+    /// # Errors
+    /// Returns the errors of [`TextCodec::conversation_cut`], and [`kvchunk::Error::EmptyPart`] if the template writes
+    /// nothing before the documents, or if a document has no tokens.
+    pub fn conversation_around<'a>(
+        codec: &TextCodec,
+        messages: &[Message],
+        (message, at): (usize, usize),
+        documents: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Self> {
+        let (before, after) = codec.conversation_cut(messages, (message, at))?;
+        Self::from_parts(codec, &before, documents, &after, false)
+    }
+}
+
+// Decision: docs/decisions/models.md#a-document-file-ends-with-a-line-break
+/// Returns a document's text with a line break at its end, so that the next part of the prompt does not continue its
+/// last word.
+pub fn document_text(text: &str) -> Cow<'_, str> {
+    if text.ends_with('\n') { Cow::Borrowed(text) } else { Cow::Owned(format!("{text}\n")) }
 }
 
 #[cfg(test)]
@@ -174,6 +202,41 @@ mod tests {
         let begun = [Message::new(Role::User, "a"), Message::new(Role::Assistant, "c")];
         let error = PromptTokens::from_conversation(&codec, &begun, ["a"]).unwrap_err().to_string();
         assert!(error.contains("the last message, 2, is not the user's"), "{error}");
+    }
+
+    #[test]
+    fn a_conversation_grows_behind_its_documents() {
+        let config = r#"{"chat_template":"{% for m in messages %}{{ m.content }} {% if m.role == 'user' %}b {% endif %}{% endfor %}"}"#;
+        let codec = codec(Some(config));
+        let begun = [Message::new(Role::System, "c"), Message::new(Role::User, "a")];
+        let around = |codec: &TextCodec, messages: &[Message], place| {
+            PromptTokens::conversation_around(codec, messages, place, ["a b", "c"])
+        };
+        let first = around(&codec, &begun, (1, 0)).unwrap();
+        assert_eq!(first, PromptTokens::from_conversation(&codec, &begun, ["a b", "c"]).unwrap());
+        let later =
+            [&begun[..], &[Message::new(Role::Assistant, "c"), Message::new(Role::User, "b")]].concat();
+        let chunks = vec![vec![3, 4], vec![5]];
+        let expected = ChunkedPrompt::new(vec![5], chunks.clone(), vec![3, 4, 5, 4, 4]).unwrap();
+        assert_eq!(around(&codec, &later, (1, 0)).unwrap(), PromptTokens::Chunked(expected));
+        let inside = [Message::new(Role::User, "a b c")];
+        let expected = ChunkedPrompt::new(vec![3], chunks, vec![4, 5, 4]).unwrap();
+        assert_eq!(around(&codec, &inside, (0, 2)).unwrap(), PromptTokens::Chunked(expected));
+        let parts =
+            r#"[{"role":"system","content":"c"},{"role":"user","content":[{"type":"text","text":"a"}]}]"#;
+        assert_eq!(around(&codec, &Message::list(parts).unwrap(), (1, 0)).unwrap(), first);
+        for (messages, place, reason) in [
+            (&begun[..], (2, 0), "message 3 has no text that can be cut at byte 0"),
+            (&begun, (1, 9), "message 2 has no text that can be cut at byte 9"),
+            (&[Message::new(Role::User, "é")], (0, 1), "message 1 has no text that can be cut at byte 1"),
+        ] {
+            let error = around(&codec, messages, place).unwrap_err().to_string();
+            assert!(error.contains(reason), "{error}");
+        }
+        let twice = r#"{"chat_template":"a {{ messages[0].content }}{{ messages[0].content }}"}"#;
+        let twice = TextCodec::from_bytes(WORDS.as_bytes(), Some(twice.as_bytes())).unwrap();
+        let error = around(&twice, &begun[1..], (0, 0)).unwrap_err().to_string();
+        assert!(error.contains("does not write message 1 exactly once"), "{error}");
     }
 
     #[test]

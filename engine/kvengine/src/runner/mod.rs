@@ -141,15 +141,20 @@ impl Runner {
     }
 
     // Decision: docs/decisions/models.md#only-other-frequencies-are-a-miss
-    /// Returns the tenant with this tag, and the root of its keys for the RoPE regime of `ropes`. Tenants do
-    /// not share chunks or prefixes with each other, and neither do regimes.
-    pub(crate) fn keys(&self, tenant: Option<&str>, ropes: &LayerRopes) -> Result<TenantKeys> {
+    /// Returns the tenant with this tag, and the root of its keys for a client's salt and the RoPE regime of `ropes`.
+    /// Tenants do not share chunks or prefixes with each other, and neither do salts of a tenant, or regimes.
+    pub(crate) fn keys(
+        &self,
+        (tenant, salt): (Option<&str>, Option<&[u8]>),
+        ropes: &LayerRopes,
+    ) -> Result<TenantKeys> {
         let root: BlockKey = self.scope.clone().ropes(ropes).root();
-        match (tenant, self.caches.chunks()) {
-            (None, _) => Ok(TenantKeys::shared(root)),
-            (Some(tag), Some(cache)) => Ok(cache.tenant_keys(Some(tag), &root)?),
-            (Some(tag), None) => Err(kvchunk::Error::UnknownTenant(tag.to_owned()).into()),
-        }
+        let keys = match (tenant, self.caches.chunks()) {
+            (None, _) => TenantKeys::shared(root),
+            (Some(tag), Some(cache)) => cache.tenant_keys(Some(tag), &root)?,
+            (Some(tag), None) => return Err(kvchunk::Error::UnknownTenant(tag.to_owned()).into()),
+        };
+        Ok(salt.map_or(keys, |salt| keys.salted(salt)))
     }
 
     /// Returns the key of everything that each key of this engine covers, except a request's rotary embeddings.

@@ -32,6 +32,7 @@ impl Scheduler {
             let live = self.moving.insert(self.waiting.remove(&rank)?);
             match live.begin(runner, &self.known, most, alone) {
                 Ok(fed) => {
+                    live.queued.get_or_insert(live.submitted.elapsed());
                     let live = self.moving.take()?;
                     let at = self.running.partition_point(|other| other.rank() < rank);
                     self.running.insert(at, live);

@@ -27,6 +27,8 @@ pub(super) struct LiveRequest {
     pub(super) prompt: LivePrompt,
     pub(super) sender: AnswerSender,
     pub(super) submitted: Instant,
+    /// The time from the submission to the first admission, once the request was admitted.
+    pub(super) queued: Option<Duration>,
     /// The time when the request's time limit ends, in milliseconds on the engine's clock.
     pub(super) deadline: Option<u64>,
     pub(super) branches: Vec<Branch>,
@@ -214,6 +216,7 @@ impl LiveRequest {
             accepted_tokens: branch.accepted,
             prefill_flops: costs.flops,
             ttft: branch.ttft.unwrap_or_else(|| submitted.elapsed()),
+            queued: self.queued.unwrap_or_else(|| submitted.elapsed()),
             total: submitted.elapsed(),
             prefix_missed: costs.prefix_missed,
             chunks: costs.chunks,

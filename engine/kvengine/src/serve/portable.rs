@@ -42,7 +42,7 @@ pub(crate) fn save_prompt(runner: &Runner, request: &Request, path: &Path) -> Re
     let (tokens, plan) = own_tokens(runner, request)?;
     let end = plan.as_ref().map_or(tokens.len(), |plan| plan.end);
     let ropes = runner.ropes(end, request.max_new_tokens)?;
-    let keys = runner.keys(request.tenant.as_deref(), &ropes)?;
+    let keys = runner.keys(request.owner(), &ropes)?;
     let mut writer = RecordWriter::create(path, runner.scope())?;
     let mut saved = 0;
     let mut write = |record: Record| {

@@ -32,7 +32,7 @@ impl Scheduler {
         self.check_room(runner, tokens.len(), request.max_new_tokens)?;
         let end = plan.as_ref().map_or(tokens.len(), |plan| plan.end);
         let ropes = runner.ropes(end, request.max_new_tokens)?;
-        let keys = runner.keys(request.tenant.as_deref(), &ropes)?;
+        let keys = runner.keys(request.owner(), &ropes)?;
         let id = RequestId(self.next);
         self.next += 1;
         let (sender, answer) = answer::channel(id);
@@ -57,6 +57,7 @@ impl Scheduler {
             prompt,
             sender,
             submitted: Instant::now(),
+            queued: None,
             branches: vec![first],
             beams: None,
             quotable,
@@ -94,7 +95,7 @@ pub(crate) fn is_saved(runner: &Runner, request: &Request) -> Result<bool> {
     let (tokens, plan) = own_tokens(runner, request)?;
     let end = plan.as_ref().map_or(tokens.len(), |plan| plan.end);
     let ropes = runner.ropes(end, request.max_new_tokens)?;
-    let keys = runner.keys(request.tenant.as_deref(), &ropes)?;
+    let keys = runner.keys(request.owner(), &ropes)?;
     LivePrompt::new(ropes, keys, plan).is_saved(runner, request)
 }
 

@@ -105,3 +105,37 @@ fn a_tenant_that_stores_much_stays_within_its_limit_and_costs_others_nothing() {
     ask(&mut engine, Some("bob"), PromptTokens::Chunked(prompt));
     assert!(account(&engine, "bob").bytes <= limit / 2);
 }
+
+#[test]
+fn a_salt_divides_what_a_tenant_has_also_on_the_disk() {
+    let (golden, folder) = (Golden::load("llama").prompt, tempfile::tempdir().unwrap());
+    let prompts = || [PromptTokens::Chunked(golden.clone()), PromptTokens::Plain((3..40).collect())];
+    let mut engine = started(folder.path(), None);
+    let ask = |engine: &mut Engine, tenant: &str, salt: Option<&[u8]>| {
+        prompts().map(|prompt| {
+            let cell = ReuseCell::SEQUENTIAL_WITH_SYSTEM;
+            let (tenant, cache_salt) = (Some(tenant.to_owned()), salt.map(Into::into));
+            let request = Request { tenant, cache_salt, cell, max_new_tokens: 2, ..Request::new(prompt) };
+            let answer = engine.generate(&request, &mut ()).unwrap();
+            assert!(engine.disk().unwrap().flush(PATIENCE));
+            answer.cached_tokens
+        })
+    };
+    let salts: [Option<&[u8]>; 4] = [None, Some(b"one"), Some(b"two"), Some(b"alice")];
+    for salt in salts {
+        assert_eq!(ask(&mut engine, "alice", salt), [0, 0], "{salt:?}");
+    }
+    let own = ask(&mut engine, "alice", None);
+    assert!(own.iter().all(|found| *found > 0));
+    for salt in salts {
+        assert_eq!(ask(&mut engine, "alice", salt), own, "{salt:?}");
+    }
+    // A tenant's salt leads nowhere else.
+    assert_eq!(ask(&mut engine, "bob", Some(b"one")), [0, 0]);
+    assert_eq!(account(&engine, "alice").records, 4 * account(&engine, "bob").records);
+    drop(engine);
+    let mut again = started(folder.path(), None);
+    assert_eq!(ask(&mut again, "alice", Some(b"three")), [0, 0]);
+    assert_eq!(ask(&mut again, "alice", Some(b"two")), own);
+    again.check_invariants().unwrap();
+}

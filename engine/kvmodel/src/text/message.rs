@@ -60,6 +60,8 @@ pub struct Message {
 
 /// The field with the text of a message, or with its parts.
 const CONTENT: &str = "content";
+/// The form of a list of messages, in errors.
+const FORM: &str = "it must be a JSON list of objects with role and content";
 /// The names under which clients pass the reasoning of a message. Templates read the first one, or `thinking`.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
@@ -99,7 +101,6 @@ impl Message {
     /// Returns [`Error::Messages`]: with the line if the JSON is malformed, and otherwise with the message
     /// and the field that is wrong.
     pub fn list(json: &str) -> Result<Vec<Self>> {
-        const FORM: &str = "it must be a JSON list of objects with role and content";
         if json.len() > MAX_JSON {
             return Err(Error::Messages(format!(
                 "{} bytes of JSON, more than {MAX_JSON}; shorten it",
@@ -110,7 +111,15 @@ impl Message {
             Ok(value) => value,
             Err(error) => return Err(Error::Messages(format!("{error}; {FORM}"))),
         };
-        match value {
+        Self::from_variable(value)
+    }
+
+    /// Converts a list that is parsed already, like [`list`](Self::list).
+    ///
+    /// # Errors
+    /// Returns [`Error::Messages`] with the message and the field that is wrong.
+    pub fn from_variable(list: Variable) -> Result<Vec<Self>> {
+        match list {
             Variable::List(messages) => {
                 (1..).zip(messages).map(|(number, message)| Self::of(number, message)).collect()
             }
@@ -142,6 +151,46 @@ impl Message {
                 role.word()
             ))),
         }
+    }
+
+    /// Returns the texts of the parts if the content is a list of parts.
+    pub fn part_texts(&self) -> Option<Vec<&str>> {
+        let Some(Variable::List(parts)) = self.field(CONTENT) else { return None };
+        let text = |part| match Variable::field(part, "text") {
+            Some(Variable::Text(text)) => Some(text.as_str()),
+            _ => None,
+        };
+        Some(parts.iter().filter_map(text).collect())
+    }
+
+    /// Returns the message with another text in place of its content. Other fields stay.
+    #[must_use]
+    pub fn with_text(&self, text: impl Into<String>) -> Self {
+        let mut message = self.clone();
+        set(&mut message.fields, CONTENT, Variable::Text(text.into()));
+        message
+    }
+
+    /// Returns the message with `mark` at byte `at` of its text or, if it has parts, of its first text. `None` if the
+    /// text has no such byte.
+    pub(super) fn with_mark(&self, mark: &str, at: usize) -> Option<Self> {
+        let mut message = self.clone();
+        let (_, content) = message.fields.iter_mut().find(|(name, _)| name == CONTENT)?;
+        let text = match content {
+            Variable::List(parts) => parts.iter_mut().find_map(|part| match part {
+                Variable::Map(fields) => {
+                    fields.iter_mut().find(|(name, _)| name == "text").map(|(_, text)| text)
+                }
+                _ => None,
+            })?,
+            other => other,
+        };
+        let Variable::Text(text) = text else { return None };
+        if !text.is_char_boundary(at) {
+            return None;
+        }
+        text.insert_str(at, mark);
+        Some(message)
     }
 
     /// Returns the message with `more` at the end of its text.

@@ -164,6 +164,14 @@ impl TextCodec {
         guarded(|| self.tokenizer.decode(tokens, true))
     }
 
+    /// Decodes one token to text. The text of a special token is its name.
+    ///
+    /// # Errors
+    /// Returns [`Error::Tokenizer`] if the token cannot be decoded.
+    pub fn token_text(&self, token: u32) -> Result<String> {
+        guarded(|| self.tokenizer.decode(&[token], false))
+    }
+
     /// Returns the codec with more variables for its chat template, such as `tools`, `documents`,
     /// `enable_thinking` or `date_string`. A variable that is set again has the last value.
     ///
@@ -210,6 +218,33 @@ impl TextCodec {
             .split_once(MESSAGE)
             .filter(|(_, after)| !after.contains(MESSAGE))
             .ok_or_else(|| self.template.failure("it does not render the message exactly once"))?;
+        Ok((before.to_owned(), after.to_owned()))
+    }
+
+    /// Returns the text that the chat template writes for a conversation, up to the beginning of the answer, cut at byte
+    /// `at` in the text of the message with the zero-based index `message`. Of a message with several texts, this is the
+    /// first one.
+    ///
+    /// # Errors
+    /// Returns the errors of [`conversation`](Self::conversation), [`Error::Messages`] if there is no such message or
+    /// byte, and [`Error::Template`] if the template does not write this message exactly once.
+    pub fn conversation_cut(
+        &self,
+        messages: &[Message],
+        (message, at): (usize, usize),
+    ) -> Result<(String, String)> {
+        Message::check_answerable(messages)?;
+        let number = message + 1;
+        let mut marked = messages.to_vec();
+        let with_mark = messages.get(message).and_then(|message| message.with_mark(MESSAGE, at));
+        marked[message] = with_mark.ok_or_else(|| {
+            Error::Messages(format!("message {number} has no text that can be cut at byte {at}"))
+        })?;
+        let rendered = self.template.render(&marked)?;
+        let (before, after) =
+            rendered.split_once(MESSAGE).filter(|(_, after)| !after.contains(MESSAGE)).ok_or_else(|| {
+                self.template.failure(format!("it does not write message {number} exactly once"))
+            })?;
         Ok((before.to_owned(), after.to_owned()))
     }
 

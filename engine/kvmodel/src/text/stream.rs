@@ -36,8 +36,8 @@ use crate::model::Observer;
 pub struct TextStream<'a> {
     decoder: IncrementalDecoder<'a>,
     stop: Vec<String>,
-    /// Tokens whose whole text is a stop string. Any such token ends the answer.
-    stop_tokens: Vec<u32>,
+    /// Tokens whose whole text is a stop string, with the string's index. Any such token ends the answer.
+    stop_tokens: Vec<(u32, usize)>,
     /// The text so far, without the stop string. Until the stop string is found, the text only grows.
     text: String,
     /// The length of the text that was already returned.
@@ -45,6 +45,8 @@ pub struct TextStream<'a> {
     /// The length of the prefix of the text in which no stop string starts.
     searched: usize,
     stopped: bool,
+    /// The index of the stop string that was found.
+    found: Option<usize>,
     failure: Option<Error>,
 }
 
@@ -57,7 +59,8 @@ impl<'a> TextStream<'a> {
     pub fn new(codec: &'a TextCodec, stop: impl IntoIterator<Item = String>) -> Result<Self> {
         let stop: Vec<String> = stop.into_iter().collect();
         Self::check_stop(&stop)?;
-        let stop_tokens = stop.iter().filter_map(|text| codec.special_token(text)).collect();
+        let token = |(i, text): (usize, &String)| Some((codec.special_token(text)?, i));
+        let stop_tokens = stop.iter().enumerate().filter_map(token).collect();
         Ok(Self {
             decoder: IncrementalDecoder::new(codec),
             stop,
@@ -66,6 +69,7 @@ impl<'a> TextStream<'a> {
             given: 0,
             searched: 0,
             stopped: false,
+            found: None,
             failure: None,
         })
     }
@@ -88,18 +92,25 @@ impl<'a> TextStream<'a> {
             return Ok("");
         }
         self.text += &self.decoder.push(token)?;
-        let last = self.stop_tokens.contains(&token);
-        if last {
+        let last = self.stop_tokens.iter().find(|(known, _)| *known == token).map(|(_, stop)| *stop);
+        if last.is_some() {
             self.text += &self.decoder.rest()?;
         }
-        let fresh = self.settle(last);
-        self.stopped |= last;
+        let fresh = self.settle(last.is_some());
+        if last.is_some() && !self.stopped {
+            (self.stopped, self.found) = (true, last);
+        }
         Ok(&self.text[fresh])
     }
 
     /// Returns true once the answer contains a stop string.
     pub fn is_stopped(&self) -> bool {
         self.stopped
+    }
+
+    /// Returns the stop string that the answer contains, if there is one.
+    pub fn stop_string(&self) -> Option<&str> {
+        self.found.and_then(|found| self.stop.get(found)).map(String::as_str)
     }
 
     /// Ends the answer, and returns the text that was held back, up to a stop string. A stop string that was
@@ -131,9 +142,9 @@ impl<'a> TextStream<'a> {
     /// Looks for a stop string in the text that was appended last, and returns the range of the text to give
     /// out. If `last` is true, no text follows.
     fn settle(&mut self, last: bool) -> Range<usize> {
-        if let Some(at) = self.stop_string().filter(|_| !self.stopped) {
+        if let Some((at, found)) = self.find_stop().filter(|_| !self.stopped) {
             self.text.truncate(at);
-            self.stopped = true;
+            (self.stopped, self.found) = (true, Some(found));
         }
         let held_back = if self.stopped || last { 0 } else { self.held_back() };
         let free = self.text.len() - held_back;
@@ -141,12 +152,12 @@ impl<'a> TextStream<'a> {
         std::mem::replace(&mut self.given, free)..free
     }
 
-    /// Returns the byte at which the stop string that ends first starts.
-    fn stop_string(&self) -> Option<usize> {
+    /// Returns the byte at which the stop string that ends first starts, and the string's index.
+    fn find_stop(&self) -> Option<(usize, usize)> {
         let text = &self.text[self.searched..];
-        let ends =
-            self.stop.iter().filter_map(|stop| text.find(stop.as_str()).map(|at| (at + stop.len(), at)));
-        ends.min().map(|(_, at)| self.searched + at)
+        let found = |(i, stop): (usize, &String)| text.find(stop.as_str()).map(|at| (at + stop.len(), at, i));
+        let first = self.stop.iter().enumerate().filter_map(found).min();
+        first.map(|(_, at, i)| (self.searched + at, i))
     }
 
     /// Returns the length of the longest suffix of the text that is a prefix of a stop string.
@@ -246,6 +257,23 @@ mod tests {
     }
 
     #[test]
+    fn the_stop_string_that_ended_the_answer_is_known() {
+        let codec = codec();
+        let found = |text: &str, stop: &[&str]| {
+            let mut stream = TextStream::new(&codec, stop.iter().map(|&stop| stop.to_owned())).unwrap();
+            for byte in text.bytes() {
+                stream.push(u32::from(byte)).unwrap();
+            }
+            stream.rest().unwrap();
+            stream.stop_string().map(str::to_owned)
+        };
+        assert_eq!(found("one two", &["two", "ne"]), Some("ne".to_owned()));
+        assert_eq!(found("abcd", &["bcd", "c"]), Some("c".to_owned()));
+        assert_eq!(found("abcd", &["x", "abce"]), None);
+        assert_eq!(found("", &["x"]), None);
+    }
+
+    #[test]
     fn a_special_token_may_be_a_stop_string() {
         let codec = codec();
         let mut stream = TextStream::new(&codec, ["<end>".to_owned()]).unwrap();
@@ -253,6 +281,7 @@ mod tests {
         assert!(!stream.is_stopped());
         assert_eq!(stream.push(256).unwrap(), "");
         assert!(stream.is_stopped() && stream.is_complete());
+        assert_eq!(stream.stop_string(), Some("<end>"));
     }
 
     #[test]

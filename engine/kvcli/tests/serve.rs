@@ -1,0 +1,288 @@
+//! `kvc serve`: a server from the command line, from its first to its last moment.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![cfg(unix)]
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, ChildStderr, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use common::fails;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+#[allow(dead_code, reason = "other suites use the rest")]
+mod common;
+
+/// A running server.
+struct Serving {
+    child: Child,
+    log: BufReader<ChildStderr>,
+    address: String,
+}
+
+impl Serving {
+    /// Starts a server on a free port, and waits until it listens.
+    fn start(args: &[&str]) -> Self {
+        let all = [&["serve", "--port", "0"], args].concat();
+        let command = Command::new(env!("CARGO_BIN_EXE_kvc"))
+            .args(all)
+            .stdin(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn();
+        let mut child = command.unwrap();
+        let log = BufReader::new(child.stderr.take().unwrap());
+        let mut serving = Self { child, log, address: String::new() };
+        let mut line = String::new();
+        while serving.address.is_empty() {
+            line.clear();
+            assert!(serving.log.read_line(&mut line).unwrap() > 0, "the server ended");
+            if let Some(address) = line.trim().strip_prefix("listening on http://") {
+                address.trim_end_matches("/v1").clone_into(&mut serving.address);
+            }
+        }
+        serving
+    }
+
+    /// Sends a request on a connection of its own.
+    fn send(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
+        let mut stream = TcpStream::connect(&self.address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        let length = body.len();
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{headers}content-type: application/json\r\n\
+             content-length: {length}\r\n\r\n{body}"
+        )
+        .unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).unwrap();
+        let (head, body) = text.split_once("\r\n\r\n").unwrap();
+        (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+    }
+
+    fn chat(&self, headers: &str, body: &Value) -> Value {
+        let (status, text) = self.send("POST", "/v1/chat/completions", headers, &body.to_string());
+        assert_eq!(status, 200, "{text}");
+        serde_json::from_str(&text).unwrap()
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// Returns the exit code and the rest of the log.
+    fn ended(mut self) -> (Option<i32>, String) {
+        let mut rest = String::new();
+        self.log.read_to_string(&mut rest).unwrap();
+        (self.child.wait().unwrap().code(), rest)
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn question() -> Value {
+    json!({
+        "messages": [{"role": "system", "content": "you answer questions from short documents ."}, {"role": "user", "content": "alba ?"}],
+        "documents": ["alba is red . bora is same .", "cedo is blue . dilan is small ."],
+        "temperature": 0,
+        "max_tokens": 4,
+    })
+}
+
+fn sources(answer: &Value) -> Vec<&str> {
+    answer["kv"]["parts"].as_array().unwrap().iter().map(|part| part["source"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn a_server_answers_until_it_is_told_to_end() {
+    for signal in [Signal::TERM, Signal::INT] {
+        let server = Serving::start(&[]);
+        let answer = server.chat("", &question());
+        assert_eq!(answer["choices"][0]["message"]["content"].as_str().unwrap().trim(), "red");
+        assert_eq!((&answer["model"], &answer["kv"]["full_attention"]), (&json!("tiny-rag"), &json!(true)));
+        // A running answer finishes before the end.
+        let body =
+            json!({"prompt": "alba", "max_tokens": 1500, "ignore_eos": true, "stream": true}).to_string();
+        let mut running = TcpStream::connect(&server.address).unwrap();
+        let length = body.len();
+        write!(running, "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+        let mut first = [0; 16];
+        running.read_exact(&mut first).unwrap();
+        server.signal(signal);
+        let mut rest = String::new();
+        running.read_to_string(&mut rest).unwrap();
+        assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "{rest}");
+        let (code, log) = server.ended();
+        assert_eq!(code, Some(0), "{log}");
+        assert!(log.contains("shutting down"), "{log}");
+    }
+}
+
+#[test]
+fn a_second_signal_ends_running_answers_with_a_reason() {
+    let server = Serving::start(&[]);
+    let body = json!({"prompt": "alba", "max_tokens": 2000, "n": 100, "ignore_eos": true, "stream": true})
+        .to_string();
+    let mut running = TcpStream::connect(&server.address).unwrap();
+    let length = body.len();
+    write!(running, "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+    let mut first = [0; 16];
+    running.read_exact(&mut first).unwrap();
+    let started = Instant::now();
+    server.signal(Signal::TERM);
+    std::thread::sleep(Duration::from_millis(300));
+    server.signal(Signal::TERM);
+    let mut rest = Vec::new();
+    running.read_to_end(&mut rest).unwrap();
+    assert!(String::from_utf8_lossy(&rest).contains("the server is shutting down"));
+    assert_eq!(server.ended().0, Some(0));
+    assert!(started.elapsed() < Duration::from_secs(15));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn an_idle_server_uses_no_processor_time() {
+    let server = Serving::start(&[]);
+    server.chat("", &question());
+    let ticks = || {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", server.child.id())).unwrap();
+        let rest = stat.rsplit_once(')').unwrap().1;
+        let numbers: Vec<&str> = rest.split_whitespace().collect();
+        numbers[11].parse::<u64>().unwrap() + numbers[12].parse::<u64>().unwrap()
+    };
+    std::thread::sleep(Duration::from_millis(300));
+    let before = ticks();
+    std::thread::sleep(Duration::from_secs(2));
+    // A tick is a hundredth of a second. A thread that spins would use two hundred.
+    assert!(ticks() - before <= 2, "{} ticks", ticks() - before);
+}
+
+#[test]
+fn a_server_over_a_disk_is_warm_after_a_restart() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = folder.path().join("kv");
+    let args = [
+        "--reuse-anyway",
+        "--disk",
+        disk.to_str().unwrap(),
+        "--disk-limit",
+        "32MiB",
+        "--disk-loads",
+        "always",
+    ];
+    let server = Serving::start(&args);
+    assert_eq!(sources(&server.chat("", &question())), ["computed"; 2]);
+    server.signal(Signal::TERM);
+    assert_eq!(server.ended().0, Some(0));
+    let server = Serving::start(&args);
+    let mut reversed = question();
+    reversed["documents"].as_array_mut().unwrap().reverse();
+    assert_eq!(sources(&server.chat("", &reversed)), ["cache"; 2]);
+}
+
+#[test]
+fn an_answer_is_the_one_of_kvc_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let asked = question();
+    let mut args =
+        vec!["--chat".to_owned(), "--max-new-tokens".to_owned(), "4".to_owned(), "--logprobs=1".to_owned()];
+    args.extend(["--system".to_owned(), asked["messages"][0]["content"].as_str().unwrap().to_owned()]);
+    args.extend(["--prompt".to_owned(), asked["messages"][1]["content"].as_str().unwrap().to_owned()]);
+    for (i, text) in asked["documents"].as_array().unwrap().iter().enumerate() {
+        let path = folder.path().join(i.to_string());
+        fs::write(&path, text.as_str().unwrap()).unwrap();
+        args.extend(["--document".to_owned(), path.to_str().unwrap().to_owned()]);
+    }
+    for (serve, run) in [("--reuse-anyway", "--reuse-anyway"), ("--log=info", "--full-attention")] {
+        let server = Serving::start(&[serve]);
+        let mut asked = asked.clone();
+        (asked["logprobs"], asked["top_logprobs"]) = (json!(true), json!(1));
+        let answer = server.chat("", &asked);
+        let mut args: Vec<&str> = args.iter().map(String::as_str).collect();
+        // Without options, kvc run reuses documents with the default settings.
+        args.extend((run == "--full-attention").then_some(run));
+        let own = common::json(&args);
+        assert_eq!(answer["choices"][0]["message"]["content"], own["text"]);
+        assert_eq!(answer["usage"]["prompt_tokens"], own["prompt_tokens"]);
+        assert_eq!(answer["kv"]["recomputed"], own["recomputed_tokens"]);
+        let logprobs = [&answer["choices"][0]["logprobs"]["content"], &own["logprobs"]];
+        let [served, run] = logprobs.map(|all| all[0]["logprob"].as_f64().unwrap());
+        assert!((served - run).abs() < 1e-5, "{served} {run}");
+    }
+}
+
+/// Writes a file as `kvc tune` does, for the built-in model.
+fn tuned(path: &Path, fits: &str) {
+    let written = common::kvc(&["tune", "--out", path.to_str().unwrap(), "--questions", "1", "--seeds", "1"]);
+    assert!(written.status.success(), "{}", String::from_utf8_lossy(&written.stderr));
+    let mut file: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
+    file["measured"]["fits"] = serde_json::from_str(fits).unwrap();
+    fs::write(path, file.to_string()).unwrap();
+}
+
+#[test]
+fn documents_are_reused_only_with_a_file_that_passed_or_anyway() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("reuse.json");
+    let file = path.to_str().unwrap();
+    tuned(&path, "true");
+    let server = Serving::start(&["--reuse", file]);
+    assert_eq!(server.chat("", &question())["kv"]["full_attention"], false);
+    drop(server);
+    for fits in ["false", "null"] {
+        tuned(&path, fits);
+        fails(&["serve", "--reuse", file], 1, "does not show that the settings lose at most");
+        let server = Serving::start(&["--reuse", file, "--reuse-anyway"]);
+        assert_eq!(server.chat("", &question())["kv"]["full_attention"], false);
+    }
+    fails(&["serve", "--recompute", "none"], 2, "need --reuse-anyway");
+    fails(&["serve", "--reuse", "none.json"], 1, "none.json");
+}
+
+#[test]
+fn options_come_from_a_file_and_from_the_command_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let (config, keys) = (folder.path().join("kvc.toml"), folder.path().join("keys"));
+    fs::write(&keys, "secret alice\n").unwrap();
+    let text = format!(
+        "served-model-name = [\"a\", \"b\"]\nport = 1\napi_key_file = {:?}\nmax-body = \"2KiB\"\nreuse-anyway = true\n",
+        keys.to_str().unwrap()
+    );
+    fs::write(&config, text).unwrap();
+    let server = Serving::start(&["--config", config.to_str().unwrap(), "--port", "0"]);
+    let key = "authorization: Bearer secret\r\n";
+    let mut asked = question();
+    asked["model"] = json!("b");
+    let answer = server.chat(key, &asked);
+    assert_eq!((&answer["model"], &answer["kv"]["full_attention"]), (&json!("b"), &json!(false)));
+    assert_eq!(server.send("POST", "/v1/chat/completions", "", "{}").0, 401);
+    let long = json!({"prompt": "a".repeat(3000)}).to_string();
+    assert_eq!(server.send("POST", "/v1/completions", key, &long).0, 413);
+    drop(server);
+    for (text, words) in
+        [("pott = 1", "--pott"), ("port = \"x\"", "invalid value 'x'"), ("port =", "kvc.toml")]
+    {
+        fs::write(&config, text).unwrap();
+        fails(&["serve", "--config", config.to_str().unwrap()], 2, words);
+    }
+    fails(&["serve", "--config", "none.toml"], 2, "none.toml");
+}
+
+#[test]
+fn a_server_that_cannot_start_says_why() {
+    let server = Serving::start(&[]);
+    let port = server.address.rsplit_once(':').unwrap().1.to_owned();
+    fails(&["serve", "--port", &port], 1, "choose another --host or --port");
+    fails(&["serve", "no-model"], 1, "no-model does not exist");
+    fails(&["serve", "--log", "a=b=c"], 1, "--log");
+    fails(&["serve", "--max-requests", "0"], 2, "1 or more");
+    fails(&["serve", "--api-key-file", "none"], 1, "cannot read the keys from none");
+}

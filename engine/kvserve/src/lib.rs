@@ -1,0 +1,60 @@
+//! An HTTP server that answers the clients of existing APIs with a [`kvengine::Engine`], and computes each document only
+//! once.
+//!
+//! ```no_run
+//! use kvbackend_cpu::CpuBackend;
+//! use kvengine::{Engine, EngineConfig};
+//! use kvmodel::ModelDirectory;
+//! use kvserve::{ServedModel, Server, ServerConfig};
+//!
+//! let loaded = ModelDirectory::load("models/tiny-rag".as_ref(), Default::default(), &mut |_, _| ())?;
+//! let codec = loaded.codec;
+//! let engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
+//! let model = ServedModel { engine, codec, names: vec!["tiny-rag".to_owned()], reuse: None };
+//! let server = Server::start(model, ServerConfig::default())?;
+//! println!("http://{}/v1", server.address());
+//! server.run_until_signal()?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! ```text
+//! connection ─► routes ─► dialect ──► Ask ──► prompt: documents found, text tokenised   (threads for text)
+//!                            ▲                   │ Request
+//!                            │                   ▼
+//!                          Reply ◄── decode ◄── Answer ◄── engine thread: submit, step, step, …
+//! ```
+//!
+//! The engine has a thread of its own, which sleeps while there are no requests. Handlers send it commands. Texts are
+//! tokenised and decoded on other threads.
+//!
+//! - `dialect`: translates requests of existing clients to [an internal one](ask), and replies back
+//! - `ask`, `prompt`, `reply`, `report`, `refusal`: the request, its tokens, its answer, what the answer says about its
+//!   prompt, and why there is none
+//! - `service`, `engine_thread`, `metrics`, `tenants`: what handlers share
+//! - `page`: the page for people, with the last requests
+//! - `body`, `routes`, `server`: HTTP
+//! - `config`, `error`: the settings of a server, and its errors
+
+#![forbid(unsafe_code)]
+
+mod ask;
+mod body;
+mod config;
+mod dialect;
+mod engine_thread;
+mod error;
+mod metrics;
+mod page;
+mod prompt;
+mod refusal;
+mod reply;
+mod report;
+mod routes;
+mod server;
+mod service;
+mod tenants;
+
+pub use config::{DocumentReuse, Limits, ServedModel, ServerConfig};
+pub use error::{Error, Result};
+pub use server::Server;
+pub use tenants::ApiKeys;

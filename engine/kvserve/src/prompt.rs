@@ -1,0 +1,201 @@
+//! Turns the prompt of a request into tokens: finds its documents, and puts them where they are found again.
+
+use kvchunk::Error as ChunkError;
+use kvengine::{Error as EngineError, PromptTokens, document_text};
+use kvmodel::{Error as ModelError, Message, Role, TextCodec};
+
+use crate::ask::{AskedPrompt, Document, Documents};
+use crate::refusal::Refusal;
+
+/// A prompt as tokens.
+#[derive(Debug)]
+pub(crate) struct BuiltPrompt {
+    pub(crate) tokens: PromptTokens,
+    /// The names of the documents, in the order of the prompt's chunks.
+    pub(crate) ids: Vec<String>,
+    /// Why documents cannot be reused, although the prompt has some.
+    pub(crate) not_reusable: Option<&'static str>,
+}
+
+/// The places and texts of a prompt's documents.
+struct Cut {
+    documents: Vec<Document>,
+    /// The index of the message, and the byte in its text, in front of which the documents stand.
+    place: (usize, usize),
+}
+
+/// Tokenises a prompt. May take long for long texts.
+///
+/// # Errors
+/// Refuses empty documents, documents of a prompt that cannot have any, and what the tokenizer or the template refuses.
+pub(crate) fn build(
+    codec: &TextCodec,
+    prompt: AskedPrompt,
+    documents: Documents,
+) -> Result<BuiltPrompt, Refusal> {
+    if documents.separator.is_some() && !documents.given.is_empty() {
+        return Err(Refusal::field("separator", "give documents or a separator, not both"));
+    }
+    match prompt {
+        AskedPrompt::Tokens(tokens) => {
+            if !documents.given.is_empty() || documents.separator.is_some() {
+                let reason = "a prompt of tokens has no documents; give the prompt as a text";
+                return Err(Refusal::field("documents", reason));
+            }
+            Ok(BuiltPrompt::plain(tokens))
+        }
+        AskedPrompt::Text(text) => of_text(codec, text, documents),
+        AskedPrompt::Conversation { messages, variables } => {
+            let codec = codec.with_variables(variables)?;
+            of_conversation(&codec, messages, documents)
+        }
+    }
+}
+
+impl BuiltPrompt {
+    fn plain(tokens: Vec<u32>) -> Self {
+        Self { tokens: PromptTokens::Plain(tokens), ids: Vec::new(), not_reusable: None }
+    }
+
+    /// Returns a prompt with all documents in place, of which none can be found again.
+    fn joined(tokens: Vec<u32>, reason: &'static str) -> Self {
+        Self { not_reusable: Some(reason), ..Self::plain(tokens) }
+    }
+}
+
+fn of_text(codec: &TextCodec, text: String, documents: Documents) -> Result<BuiltPrompt, Refusal> {
+    let (system, documents, question) = match documents.separator.as_deref() {
+        Some(separator) => match pieces(&text, separator)? {
+            Some((lead, documents, question)) => (lead.to_owned(), documents, question.to_owned()),
+            None => (text, Vec::new(), String::new()),
+        },
+        None if documents.given.is_empty() => (text, Vec::new(), String::new()),
+        None => (String::new(), documents.given, text),
+    };
+    if documents.is_empty() {
+        return Ok(BuiltPrompt::plain(codec.encode(&format!("{system}{question}"), true)?));
+    }
+    check_documents(&documents)?;
+    let texts: Vec<_> = documents.iter().map(|document| document_text(&document.text)).collect();
+    if codec.encode(&system, true)?.is_empty() {
+        let joined = format!("{}{question}", texts.concat());
+        return Ok(BuiltPrompt::joined(codec.encode(&joined, true)?, NO_SYSTEM));
+    }
+    let texts = texts.iter().map(AsRef::as_ref);
+    let tokens = PromptTokens::from_parts(codec, &system, texts, &question, true).map_err(refused)?;
+    Ok(BuiltPrompt { tokens, ids: names(documents), not_reusable: None })
+}
+
+// Decision: docs/decisions/serve.md#documents-stand-in-front-of-the-conversation
+fn of_conversation(
+    codec: &TextCodec,
+    mut messages: Vec<Message>,
+    documents: Documents,
+) -> Result<BuiltPrompt, Refusal> {
+    Message::check_answerable(&messages).map_err(wrong_messages)?;
+    let Cut { documents, place } = cut(&mut messages, documents)?;
+    if documents.is_empty() {
+        let tokens = codec.conversation(&messages).map_err(wrong_messages)?;
+        return Ok(BuiltPrompt::plain(tokens));
+    }
+    check_documents(&documents)?;
+    let texts: Vec<_> = documents.iter().map(|document| document_text(&document.text)).collect();
+    let around = PromptTokens::conversation_around(codec, &messages, place, texts.iter().map(AsRef::as_ref));
+    let reason = match around {
+        Ok(tokens) => return Ok(BuiltPrompt { tokens, ids: names(documents), not_reusable: None }),
+        Err(EngineError::Chunk(ChunkError::EmptyPart { part })) if part == "system prompt" => NO_SYSTEM,
+        // The template may refuse the conversation itself. In that case, it does so again below.
+        Err(EngineError::Model(ModelError::Template { .. })) => TEMPLATE,
+        Err(error) => return Err(refused(error)),
+    };
+    let (message, at) = place;
+    let text = messages[message].text().into_owned();
+    let joined = format!("{}{}{}", &text[..at], texts.concat(), &text[at..]);
+    messages[message] = messages[message].with_text(joined);
+    let tokens = codec.conversation(&messages).map_err(wrong_messages)?;
+    Ok(BuiltPrompt::joined(tokens, reason))
+}
+
+/// There is nothing in front of the documents, so there is nothing that they could be computed behind.
+const NO_SYSTEM: &str = "no_system_prompt";
+/// The chat template does not write the message with the documents exactly once.
+const TEMPLATE: &str = "template";
+
+/// Takes the documents out of a conversation.
+fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
+    let is_users = |message: &Message| message.role() == Role::User;
+    if let Some(separator) = &documents.separator {
+        for (number, message) in messages.iter_mut().enumerate().filter(|(_, message)| is_users(message)) {
+            let text = message.text().into_owned();
+            if let Some((lead, documents, question)) = pieces(&text, separator)? {
+                *message = message.with_text(format!("{lead}{question}"));
+                return Ok(Cut { documents, place: (number, lead.len()) });
+            }
+        }
+        return Ok(Cut { documents: Vec::new(), place: (0, 0) });
+    }
+    let first = messages.iter().position(is_users);
+    let mut all = documents.given;
+    let mut place = (first.unwrap_or(0), 0);
+    if documents.from_parts {
+        let several =
+            |message: &Message| is_users(message) && message.part_texts().is_some_and(|p| p.len() > 1);
+        if let Some(number) = messages.iter().position(several) {
+            let texts = messages[number].part_texts().unwrap_or_default();
+            if let Some((question, parts)) = texts.split_last() {
+                let document = |(i, text): (usize, &&str)| {
+                    Document::titled(format!("messages[{number}].content[{i}]"), None, text)
+                };
+                all.extend(parts.iter().enumerate().map(document));
+                messages[number] = messages[number].with_text(*question);
+                place = (number, 0);
+            }
+        }
+    }
+    if !all.is_empty() && first.is_none() {
+        let reason = "documents stand in front of the user's first message, and no message is the user's";
+        return Err(Refusal::field("documents", reason));
+    }
+    Ok(Cut { documents: all, place })
+}
+
+/// Splits a text into what stands before its documents, the documents, and what stands after them. `None` if the
+/// separator occurs fewer than two times.
+#[allow(clippy::type_complexity, reason = "three parts of a text")]
+fn pieces<'a>(text: &'a str, separator: &str) -> Result<Option<(&'a str, Vec<Document>, &'a str)>, Refusal> {
+    if separator.is_empty() {
+        let reason =
+            "the separator is empty and would split the text everywhere; give it at least one character";
+        return Err(Refusal::field("separator", reason));
+    }
+    let Some((lead, rest)) = text.split_once(separator) else { return Ok(None) };
+    let Some((documents, question)) = rest.rsplit_once(separator) else { return Ok(None) };
+    let document = |(i, text): (usize, &str)| Document::titled(format!("part {}", i + 1), None, text);
+    Ok(Some((lead, documents.split(separator).enumerate().map(document).collect(), question)))
+}
+
+fn check_documents(documents: &[Document]) -> Result<(), Refusal> {
+    match documents.iter().find(|document| document.text.trim().is_empty()) {
+        Some(document) => Err(Refusal::field(
+            document.id.clone(),
+            format!("the document {:?} is empty; remove it, or add some text", document.id),
+        )),
+        None => Ok(()),
+    }
+}
+
+fn names(documents: Vec<Document>) -> Vec<String> {
+    documents.into_iter().map(|document| document.id).collect()
+}
+
+fn refused(error: EngineError) -> Refusal {
+    match error {
+        EngineError::Model(error) => wrong_messages(error),
+        error => error.into(),
+    }
+}
+
+fn wrong_messages(error: ModelError) -> Refusal {
+    let param = matches!(error, ModelError::Messages(_)).then(|| "messages".to_owned());
+    Refusal { param, ..error.into() }
+}

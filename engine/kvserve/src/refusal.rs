@@ -1,0 +1,142 @@
+//! The reason why a request gets no answer, before a dialect gives it a form.
+
+use kvchunk::Error as ChunkError;
+use kvcore::Error as CoreError;
+use kvengine::Error as EngineError;
+use kvmodel::Error as ModelError;
+
+/// The kind of a refusal, which decides its HTTP status in every dialect.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// The request is malformed or asks for something impossible.
+    Invalid,
+    /// The prompt does not fit into the model's context.
+    TooLong,
+    /// The key is missing or unknown.
+    Unauthorized,
+    /// The key belongs to somebody who may not do this.
+    Forbidden,
+    /// The model or the path does not exist.
+    NotFound,
+    /// The path exists, but not with this method.
+    Method,
+    /// The body is larger than the limit.
+    TooLarge,
+    /// The client or the engine took longer than the limit.
+    TimedOut,
+    /// The server's state does not allow it at the moment.
+    Conflict,
+    /// There are too many requests. The client may try again later.
+    Overloaded,
+    /// The server sleeps or shuts down.
+    Unavailable,
+    /// The server failed.
+    Internal,
+}
+
+/// A refused request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Refusal {
+    pub(crate) kind: Kind,
+    /// A sentence that says what to do.
+    pub(crate) message: String,
+    /// The field that is wrong.
+    pub(crate) param: Option<String>,
+    /// A word for programs, if there is a better one than the kind's.
+    pub(crate) code: Option<&'static str>,
+}
+
+impl Refusal {
+    pub(crate) fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), param: None, code: None }
+    }
+
+    /// Refuses a request because of one of its fields.
+    pub(crate) fn field(param: impl Into<String>, message: impl Into<String>) -> Self {
+        Self { param: Some(param.into()), ..Self::new(Kind::Invalid, message) }
+    }
+
+    /// Refuses a field that this server knows but cannot obey.
+    pub(crate) fn unsupported(param: &str, advice: &str) -> Self {
+        let message = format!("{param} is not supported yet; {advice}");
+        Self { code: Some("unsupported_parameter"), ..Self::field(param, message) }
+    }
+
+    /// Returns the HTTP status.
+    pub(crate) fn status(&self) -> u16 {
+        match self.kind {
+            Kind::Invalid | Kind::TooLong => 400,
+            Kind::Unauthorized => 401,
+            Kind::Forbidden => 403,
+            Kind::NotFound => 404,
+            Kind::Method => 405,
+            Kind::TimedOut => 408,
+            Kind::Conflict => 409,
+            Kind::TooLarge => 413,
+            Kind::Overloaded => 429,
+            Kind::Internal => 500,
+            Kind::Unavailable => 503,
+        }
+    }
+
+    /// Returns the refusal of a request whose engine thread has ended.
+    pub(crate) fn engine_gone() -> Self {
+        Self::new(Kind::Unavailable, "the engine has stopped; restart the server")
+    }
+
+    /// Returns the refusal of a request that the shutdown has ended.
+    pub(crate) fn shutting_down() -> Self {
+        Self::new(Kind::Unavailable, "the server is shutting down; send the request again to another one")
+    }
+}
+
+impl From<EngineError> for Refusal {
+    fn from(error: EngineError) -> Self {
+        let (kind, message) = (kind_of(&error), error.to_string());
+        let code = (kind == Kind::TooLong).then_some("context_length_exceeded");
+        let message = match error {
+            EngineError::Cancelled => "the request was cancelled; send it again to get an answer".to_owned(),
+            EngineError::Asleep(_) => "the server is asleep; wake it with POST /wake_up first".to_owned(),
+            EngineError::TimeOut { limit } => {
+                format!("the answer took longer than the server's limit of {limit:?}; ask for fewer tokens")
+            }
+            _ => message,
+        };
+        Self { code, ..Self::new(kind, message) }
+    }
+}
+
+impl From<ModelError> for Refusal {
+    fn from(error: ModelError) -> Self {
+        EngineError::from(error).into()
+    }
+}
+
+/// Returns the kind of an engine's error: what the client can change is the client's fault.
+fn kind_of(error: &EngineError) -> Kind {
+    match error {
+        EngineError::Chunk(ChunkError::TooLong { .. })
+        | EngineError::Model(ModelError::TextTooLong { .. }) => Kind::TooLong,
+        EngineError::Sampling { .. }
+        | EngineError::EmptyPrompt
+        | EngineError::TooManyAnswers { .. }
+        | EngineError::Samples { .. }
+        | EngineError::Beams(_)
+        | EngineError::Pages(_)
+        | EngineError::Core(CoreError::OutOfBlocks { .. })
+        | EngineError::Chunk(
+            ChunkError::EmptyPart { .. } | ChunkError::Core(CoreError::OutOfBlocks { .. }),
+        )
+        | EngineError::Model(
+            ModelError::TokenOutOfVocabulary { .. }
+            | ModelError::Messages(_)
+            | ModelError::Template { .. }
+            | ModelError::Variable(_)
+            | ModelError::EmptyStop,
+        ) => Kind::Invalid,
+        EngineError::Asleep(_) | EngineError::Cancelled => Kind::Unavailable,
+        EngineError::InUse { .. } | EngineError::NoSleepMode(_) => Kind::Conflict,
+        EngineError::TimeOut { .. } => Kind::TimedOut,
+        _ => Kind::Internal,
+    }
+}

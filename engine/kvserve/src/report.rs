@@ -1,0 +1,168 @@
+//! What an answer says about its prompt: what was found in the caches, and what was computed.
+
+use kvchunk::MissReason;
+use kvengine::Generation;
+use serde::Serialize;
+
+/// The report of an answer: the extension `kv` of every dialect, and the numbers for `usage`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct KvReport {
+    /// The number of prompt tokens.
+    #[serde(skip)]
+    pub(crate) prompt_tokens: usize,
+    /// The number of prompt tokens whose keys and values were found.
+    pub(crate) reused: usize,
+    /// The number of document tokens that were computed a second time, so that they see everything before them.
+    pub(crate) recomputed: usize,
+    /// The number of prompt tokens that were not found, and therefore computed.
+    pub(crate) computed: usize,
+    /// The documents, in the order of the prompt.
+    pub(crate) parts: Vec<PartReport>,
+    /// The time to first token in milliseconds, from the submission to the engine.
+    pub(crate) ttft_ms: f64,
+    /// The time in milliseconds before the engine began with the request.
+    pub(crate) queue_ms: f64,
+    /// True if documents attended to each other, as in an ordinary prompt.
+    pub(crate) full_attention: bool,
+    /// Why documents were not reused, if they were not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) not_reused: Option<&'static str>,
+}
+
+/// What happened to a document.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct PartReport {
+    /// The name that the request gave, or the field in which the document stands.
+    pub(crate) id: String,
+    pub(crate) tokens: usize,
+    pub(crate) source: PartSource,
+    /// Why the document was not found.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reason: Option<&'static str>,
+}
+
+/// A part of a prompt, as a page draws it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(crate) struct Segment {
+    pub(crate) kind: SegmentKind,
+    pub(crate) name: String,
+    pub(crate) tokens: usize,
+    /// The number of tokens whose keys and values were found.
+    pub(crate) found: usize,
+    /// Why not all of them were found, if it is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) reason: Option<&'static str>,
+}
+
+/// The kind of a part of a prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum SegmentKind {
+    System,
+    Document,
+    Question,
+}
+
+/// Where the keys and values of a document come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum PartSource {
+    /// All of them were found.
+    Cache,
+    /// Some were found: the beginning of the prompt ended inside the document.
+    Partly,
+    /// They were computed.
+    Computed,
+}
+
+/// What is known of a prompt before it is answered.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Described {
+    /// The name and the length of each document.
+    pub(crate) documents: Vec<(String, usize)>,
+    /// The number of tokens in front of the documents.
+    pub(crate) before: usize,
+    /// True if documents attend to each other.
+    pub(crate) full_attention: bool,
+    pub(crate) not_reused: Option<&'static str>,
+}
+
+impl Described {
+    /// Returns the report for a finished sample.
+    pub(crate) fn report(&self, generation: &Generation) -> KvReport {
+        let parts = if self.full_attention {
+            self.of_prefix(generation.cached_tokens)
+        } else {
+            self.documents
+                .iter()
+                .zip(&generation.chunks)
+                .map(|((id, tokens), chunk)| PartReport {
+                    id: id.clone(),
+                    tokens: *tokens,
+                    source: if chunk.hit { PartSource::Cache } else { PartSource::Computed },
+                    reason: chunk.missed.filter(|_| !chunk.hit).map(MissReason::name),
+                })
+                .collect()
+        };
+        KvReport {
+            prompt_tokens: generation.prompt_tokens,
+            reused: generation.cached_tokens,
+            recomputed: generation.recomputed_tokens,
+            computed: generation.prompt_tokens.saturating_sub(generation.cached_tokens),
+            parts,
+            ttft_ms: 1e3 * generation.ttft.as_secs_f64(),
+            queue_ms: 1e3 * generation.queued.as_secs_f64(),
+            full_attention: self.full_attention,
+            not_reused: self.not_reused,
+        }
+    }
+
+    /// Returns all parts of a prompt, in their order: what is in front of the documents, the documents, and the rest.
+    pub(crate) fn segments(&self, generation: &Generation) -> Vec<Segment> {
+        let documents =
+            self.documents.iter().map(|(name, tokens)| (SegmentKind::Document, name.clone(), *tokens));
+        let taken = self.before + self.documents.iter().map(|(_, tokens)| tokens).sum::<usize>();
+        let rest = generation.prompt_tokens.saturating_sub(taken);
+        let parts = std::iter::once((SegmentKind::System, "system prompt".to_owned(), self.before))
+            .chain(documents)
+            .chain([(SegmentKind::Question, "question".to_owned(), rest)]);
+        let mut segments: Vec<Segment> = parts
+            .map(|(kind, name, tokens)| Segment { kind, name, tokens, found: 0, reason: None })
+            .collect();
+        let mut left = generation.cached_tokens;
+        if !self.full_attention {
+            let of_documents = segments.iter_mut().filter(|segment| segment.kind == SegmentKind::Document);
+            for (segment, chunk) in of_documents.zip(&generation.chunks) {
+                segment.reason = chunk.missed.map(|reason| reason.name());
+                if chunk.hit {
+                    segment.found = segment.tokens.min(left);
+                    left -= segment.found;
+                }
+            }
+        }
+        // What is left was found from the start.
+        for segment in &mut segments {
+            if self.full_attention || segment.kind != SegmentKind::Document {
+                segment.found = segment.tokens.min(left);
+                left -= segment.found;
+            }
+        }
+        segments
+    }
+
+    /// Returns the documents of a prompt of which the first `cached` tokens were found.
+    fn of_prefix(&self, cached: usize) -> Vec<PartReport> {
+        let mut start = self.before;
+        let part = |(id, tokens): &(String, usize)| {
+            let end = start + tokens;
+            let source = match () {
+                () if cached >= end => PartSource::Cache,
+                () if cached > start => PartSource::Partly,
+                () => PartSource::Computed,
+            };
+            start = end;
+            PartReport { id: id.clone(), tokens: *tokens, source, reason: None }
+        };
+        self.documents.iter().map(part).collect()
+    }
+}

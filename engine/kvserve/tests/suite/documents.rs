@@ -1,0 +1,272 @@
+//! Documents of requests: found again in another order, in every form, and equal to the engine's own answers.
+
+use kvchunk::Recompute;
+use kvengine::{PromptTokens, Request, document_text};
+use kvmodel::{Message, Role};
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use crate::client::post;
+use crate::common::{
+    DOCUMENTS, QUESTION, SYSTEM, assert_nothing_is_held, engine, question, reuse, reusing, server,
+};
+
+const PATH: &str = "/v1/chat/completions";
+
+fn reversed() -> Vec<Value> {
+    DOCUMENTS.iter().rev().map(|(name, text)| json!({"id": name, "text": text})).collect()
+}
+
+/// Returns the first token's log-probability, as a fingerprint of everything that was computed.
+fn logprob(answer: &Value) -> f64 {
+    answer["choices"][0]["logprobs"]["content"][0]["logprob"].as_f64().unwrap_or_else(|| panic!("{answer}"))
+}
+
+#[test]
+fn documents_in_another_order_are_all_cached_and_the_answer_is_the_engines_own() {
+    let server = reusing();
+    let asked = json!({"logprobs": true});
+    let first = post(server.address(), PATH, &question(asked.clone())).json();
+    let sources = |answer: &Value| {
+        let parts = answer["kv"]["parts"].as_array().unwrap().clone();
+        parts.iter().map(|part| part["source"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert_eq!(sources(&first), ["computed"; 3]);
+    assert_eq!(first["kv"]["parts"][0]["reason"], "new");
+    let mut request = question(asked);
+    request["documents"] = reversed().into();
+    let second = post(server.address(), PATH, &request).json();
+    assert_eq!(sources(&second), ["cache"; 3], "{second}");
+    let tokens = |name: &str| {
+        let parts = second["kv"]["parts"].as_array().unwrap().clone();
+        let part = parts.iter().find(|part| part["id"] == name).unwrap_or_else(|| panic!("{second}")).clone();
+        part["tokens"].as_u64().unwrap()
+    };
+    let documents: u64 = DOCUMENTS.iter().map(|(name, _)| tokens(name)).sum();
+    let cached = second["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+    assert!(cached >= documents, "{cached} of {documents}");
+    assert_eq!(second["kv"]["full_attention"], false);
+    assert!(second["kv"]["recomputed"].as_u64().unwrap() > 0, "the default recomputes half of the tokens");
+
+    let (mut engine, codec) = engine();
+    let messages = [Message::new(Role::System, SYSTEM), Message::new(Role::User, QUESTION.0)];
+    let mut texts: Vec<_> = DOCUMENTS.iter().map(|(_, text)| document_text(text)).collect();
+    for (answer, turn) in [(&first, false), (&second, true)] {
+        if turn {
+            texts.reverse();
+        }
+        let prompt =
+            PromptTokens::from_conversation(&codec, &messages, texts.iter().map(AsRef::as_ref)).unwrap();
+        let mut own = Request::new(prompt).reusing(&reuse().settings);
+        (own.max_new_tokens, own.logprobs) = (8, Some(0));
+        let own = engine.generate(&own, &mut ()).unwrap();
+        assert_eq!(answer["choices"][0]["message"]["content"], codec.decode(&own.tokens).unwrap());
+        assert_eq!(own.prompt_tokens, answer["usage"]["prompt_tokens"]);
+        assert_eq!(own.cached_tokens as u64, answer["kv"]["reused"].as_u64().unwrap());
+        assert!((f64::from(own.logprobs[0].logprob) - logprob(answer)).abs() < 1e-5);
+    }
+    assert_nothing_is_held(&server);
+}
+
+#[test]
+fn without_settings_for_reuse_documents_attend_to_each_other() {
+    let server = server();
+    let asked = json!({"logprobs": true});
+    let first = post(server.address(), PATH, &question(asked.clone())).json();
+    assert_eq!((&first["kv"]["full_attention"], &first["kv"]["recomputed"]), (&json!(true), &json!(0)));
+    let (mut engine, codec) = engine();
+    let messages = [Message::new(Role::System, SYSTEM), Message::new(Role::User, QUESTION.0)];
+    let texts = DOCUMENTS.map(|(_, text)| document_text(text));
+    let prompt = PromptTokens::from_conversation(&codec, &messages, texts.iter().map(AsRef::as_ref)).unwrap();
+    let plain = PromptTokens::Plain(prompt.iter().collect());
+    let own = Request { max_new_tokens: 8, logprobs: Some(0), ..Request::new(plain) };
+    let own = engine.generate(&own, &mut ()).unwrap();
+    assert!((f64::from(own.logprobs[0].logprob) - logprob(&first)).abs() < 1e-5, "full attention");
+    // The same prompt is found from its beginning, and so are documents before the first that differs.
+    let again = post(server.address(), PATH, &question(asked)).json();
+    let sources: Vec<&Value> =
+        again["kv"]["parts"].as_array().unwrap().iter().map(|part| &part["source"]).collect();
+    assert_eq!(sources, ["cache"; 3], "{again}");
+    let mut longer = question(json!({}));
+    longer["documents"][1]["text"] = json!(format!("{} diba is tall .", DOCUMENTS[1].1));
+    let longer = post(server.address(), PATH, &longer).json();
+    let sources: Vec<&Value> =
+        longer["kv"]["parts"].as_array().unwrap().iter().map(|part| &part["source"]).collect();
+    assert_eq!(sources, ["cache", "partly", "computed"], "{longer}");
+    let mut other = question(json!({}));
+    other["documents"] = reversed().into();
+    let other = post(server.address(), PATH, &other).json();
+    assert!(
+        other["kv"]["parts"].as_array().unwrap().iter().all(|part| part["source"] == "computed"),
+        "{other}"
+    );
+}
+
+/// Tests the forms in which clients write documents, and those in which a request asks for a cut.
+#[rstest]
+#[case::strings(json!({"documents": DOCUMENTS.map(|(_, text)| text)}))]
+#[case::text(json!({"documents": DOCUMENTS.map(|(_, text)| json!({"text": text}))}))]
+#[case::content(json!({"documents": DOCUMENTS.map(|(_, text)| json!({"content": text, "source": 5}))}))]
+#[case::cohere(json!({"documents": DOCUMENTS.map(|(name, text)| json!({"id": name, "data": {"snippet": text}}))}))]
+#[case::cohere_text(json!({"documents": DOCUMENTS.map(|(name, text)| json!({"id": name, "data": text}))}))]
+#[case::separator(json!({"separator": "##", "messages": [
+    {"role": "system", "content": SYSTEM},
+    {"role": "user", "content": format!("##{}##{}##{}##{}", DOCUMENTS[0].1, DOCUMENTS[1].1, DOCUMENTS[2].1, QUESTION.0)},
+]}))]
+#[case::parts(json!({"parts_as_documents": true, "messages": [
+    {"role": "system", "content": SYSTEM},
+    {"role": "user", "content": [
+        {"type": "text", "text": DOCUMENTS[0].1},
+        {"type": "text", "text": DOCUMENTS[1].1},
+        {"type": "text", "text": DOCUMENTS[2].1},
+        {"type": "text", "text": QUESTION.0},
+    ]},
+]}))]
+#[case::conversation(json!({"documents": DOCUMENTS.map(|(_, text)| text), "messages": [
+    {"role": "system", "content": SYSTEM},
+    {"role": "user", "content": QUESTION.0},
+    {"role": "assistant", "content": "red"},
+    {"role": "user", "content": QUESTION.0},
+]}))]
+fn a_document_is_found_in_whatever_form_it_comes(#[case] form: Value) {
+    let server = reusing();
+    let own = post(server.address(), PATH, &question(json!({}))).json();
+    let mut request = question(json!({}));
+    if form.get("documents").is_none() {
+        request.as_object_mut().unwrap().remove("documents");
+    }
+    for (name, value) in form.as_object().unwrap() {
+        request[name] = value.clone();
+    }
+    let answer = post(server.address(), PATH, &request);
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let answer = answer.json();
+    let parts = answer["kv"]["parts"].as_array().unwrap();
+    assert_eq!(parts.len(), 3, "{answer}");
+    assert!(parts.iter().all(|part| part["source"] == "cache"), "{answer}");
+    let text = answer["choices"][0]["message"]["content"].as_str().unwrap();
+    assert_eq!(text.trim(), own["choices"][0]["message"]["content"].as_str().unwrap().trim());
+}
+
+#[test]
+fn nothing_is_cut_that_no_request_asks_to_cut() {
+    let server = reusing();
+    let text = format!("## Notes ## {} ## {} ## {}", DOCUMENTS[0].1, DOCUMENTS[1].1, QUESTION.0);
+    for content in
+        [json!(text), json!([{"type": "text", "text": text}, {"type": "text", "text": QUESTION.0}])]
+    {
+        let request = json!({"messages": [{"role": "user", "content": content}], "max_tokens": 1});
+        let answer = post(server.address(), PATH, &request).json();
+        assert_eq!(
+            (&answer["kv"]["parts"], &answer["kv"]["full_attention"]),
+            (&json!([]), &json!(true)),
+            "{answer}"
+        );
+    }
+    // A separator that occurs once does not cut either.
+    let request =
+        json!({"messages": [{"role": "user", "content": "a ## b"}], "max_tokens": 1, "separator": "##"});
+    let answer = post(server.address(), PATH, &request).json();
+    assert_eq!(answer["kv"]["parts"], json!([]), "{answer}");
+}
+
+#[test]
+fn documents_stay_cached_while_a_conversation_grows_behind_them() {
+    let server = reusing();
+    let mut messages = vec![
+        json!({"role": "system", "content": SYSTEM}),
+        json!({"role": "user", "content": "alba ? bora ? cedo ? dilan ? rumi ? zifu ? diba ? nomi ? alba ? bora ?"}),
+    ];
+    let mut last = 0;
+    for turn in 0..3 {
+        let answer = post(server.address(), PATH, &question(json!({"messages": messages}))).json();
+        let parts = answer["kv"]["parts"].as_array().unwrap();
+        let documents: u64 = parts.iter().map(|part| part["tokens"].as_u64().unwrap()).sum();
+        let (reused, prompt) =
+            (answer["kv"]["reused"].as_u64().unwrap(), answer["usage"]["prompt_tokens"].as_u64().unwrap());
+        assert!(prompt > last);
+        if turn > 0 {
+            assert!(parts.iter().all(|part| part["source"] == "cache"), "{answer}");
+            assert!(reused >= documents, "{answer}");
+        }
+        last = prompt;
+        messages.push(json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]}));
+        messages.push(json!({"role": "user", "content": "sifa ?"}));
+    }
+}
+
+#[test]
+fn documents_without_anything_before_them_are_answered_by_full_attention() {
+    let server = reusing();
+    // The template of the model writes nothing in front of the first message.
+    let request = json!({"messages": [{"role": "user", "content": QUESTION.0}], "documents": ["alba is red ."], "max_tokens": 1});
+    let answer = post(server.address(), PATH, &request).json();
+    assert_eq!(answer["kv"]["not_reused"], "no_system_prompt", "{answer}");
+    assert_eq!(answer["kv"]["full_attention"], true);
+    let raw = json!({"prompt": QUESTION.0, "documents": ["alba is red ."], "max_tokens": 1});
+    let answer = post(server.address(), "/v1/completions", &raw).json();
+    assert_eq!(answer["kv"]["not_reused"], "no_system_prompt", "{answer}");
+}
+
+#[test]
+fn a_raw_text_has_documents_too() {
+    let server = reusing();
+    let text = format!("{SYSTEM}##{}##{}##{}", DOCUMENTS[0].1, DOCUMENTS[1].1, QUESTION.0);
+    let request = json!({"prompt": text, "separator": "##", "temperature": 0});
+    let first = post(server.address(), "/v1/completions", &request).json();
+    assert_eq!(first["choices"][0]["text"].as_str().unwrap().trim(), QUESTION.1, "{first}");
+    let swapped = format!("{SYSTEM}##{}##{}##{}", DOCUMENTS[1].1, DOCUMENTS[0].1, QUESTION.0);
+    let second = post(
+        server.address(),
+        "/v1/completions",
+        &json!({"prompt": swapped, "separator": "##", "temperature": 0}),
+    )
+    .json();
+    assert!(
+        second["kv"]["parts"].as_array().unwrap().iter().all(|part| part["source"] == "cache"),
+        "{second}"
+    );
+    assert_eq!(second["choices"][0]["text"], first["choices"][0]["text"]);
+}
+
+#[rstest]
+#[case(json!({"documents": ["a", ""]}), "documents[1]", "is empty")]
+#[case(json!({"documents": [" \n "]}), "documents[0]", "is empty")]
+#[case(json!({"documents": "a"}), "documents", "must be a list")]
+#[case(json!({"documents": [5]}), "documents[0]", "has no text")]
+#[case(json!({"documents": ["a", {"title": "b"}]}), "documents[1]", "has no text")]
+#[case(json!({"documents": [{"text": ["a"]}]}), "documents[0]", "has no text")]
+#[case(json!({"separator": "##"}), "separator", "not both")]
+#[case(json!({"documents": [], "separator": ""}), "separator", "empty")]
+#[case(json!({"messages": [{"role": "tool", "content": "a"}]}), "documents", "no message is the user's")]
+fn wrong_documents_are_refused_by_name(#[case] more: Value, #[case] param: &str, #[case] reason: &str) {
+    let server = reusing();
+    let answer = post(server.address(), PATH, &question(more));
+    assert_eq!(answer.status, 400, "{answer:?}");
+    let error = &answer.json()["error"];
+    assert_eq!(error["param"], param, "{error}");
+    assert!(error["message"].as_str().unwrap().contains(reason), "{error}");
+    assert_nothing_is_held(&server);
+}
+
+#[test]
+fn documents_may_repeat_and_contain_each_other() {
+    let server = reusing();
+    let long = format!("{}{}", DOCUMENTS[0].1, DOCUMENTS[1].1);
+    let given = json!([DOCUMENTS[0].1, long, DOCUMENTS[0].1, "alba", DOCUMENTS[1].1, DOCUMENTS[1].1]);
+    for turn in 0..2 {
+        let answer = post(server.address(), PATH, &question(json!({"documents": given}))).json();
+        let parts = answer["kv"]["parts"].as_array().unwrap();
+        assert_eq!(parts.len(), 6, "{answer}");
+        let cached = parts.iter().filter(|part| part["source"] == "cache").count();
+        // Of equal documents, all but the first are found the first time, too.
+        assert_eq!(cached, if turn == 0 { 2 } else { 6 }, "{answer}");
+    }
+    assert_nothing_is_held(&server);
+}
+
+#[test]
+fn the_default_settings_recompute_for_the_question() {
+    // What the other tests say about recomputation holds for the default.
+    assert!(matches!(reuse().settings.recompute, Recompute::Question { .. }));
+}

@@ -1,0 +1,15 @@
+//! Tests of the server with raw HTTP.
+
+mod anthropic;
+mod bad_input;
+mod chat;
+mod client;
+mod cohere;
+mod common;
+mod documents;
+mod endpoints;
+mod page;
+mod recorded;
+mod responses;
+mod shutdown;
+mod tenants;

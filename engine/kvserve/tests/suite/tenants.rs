@@ -1,0 +1,162 @@
+//! Tenants: what one of them caches, no other finds.
+
+use kvserve::{ApiKeys, ServerConfig};
+use rstest::rstest;
+use serde_json::{Value, json};
+
+use crate::client::{Answer, call};
+use crate::common::{assert_nothing_is_held, free_port, question, reuse, with};
+
+const CHAT: &str = "/v1/chat/completions";
+
+fn server() -> kvserve::Server {
+    let mut keys = ApiKeys::default();
+    for (key, tenant) in [("key-a", "alice"), ("key-a2", "alice"), ("key-b", "bob"), ("key-op", "operator")] {
+        assert!(keys.add(key, tenant));
+    }
+    assert!(!keys.add("key-a", "bob"), "a key has one tenant");
+    with(Some(reuse()), ServerConfig { keys: Some(keys), ..free_port() })
+}
+
+fn ask(server: &kvserve::Server, key: &str, more: Value) -> Answer {
+    let header = ("authorization", &*format!("Bearer {key}"));
+    call(server.address(), "POST", CHAT, &[header], question(more).to_string().as_bytes())
+}
+
+/// Returns the number of prompt tokens that were found.
+fn reused(answer: &Answer) -> u64 {
+    assert_eq!(answer.status, 200, "{answer:?}");
+    answer.json()["kv"]["reused"].as_u64().unwrap()
+}
+
+#[test]
+fn tenants_share_nothing_that_is_cached() {
+    let server = server();
+    assert_eq!(reused(&ask(&server, "key-a", json!({}))), 0);
+    let own = reused(&ask(&server, "key-a", json!({})));
+    assert!(own > 0);
+    assert_eq!(reused(&ask(&server, "key-a2", json!({}))), own, "another key of the same tenant");
+    // Nothing that another tenant writes into a request leads there, nor does its miss say why.
+    for more in [
+        json!({}),
+        json!({"cache_salt": "alice"}),
+        json!({"cache_salt": "chunk_cache"}),
+        json!({"prompt_cache_key": "alice", "user": "alice"}),
+    ] {
+        server.with_engine(|engine| {
+            let chunks = engine.chunks().unwrap();
+            let (bob, _) = chunks.tenant("bob").unwrap();
+            chunks.clear_tenant(bob);
+        });
+        let answer = ask(&server, "key-b", more.clone());
+        let fresh = answer.json();
+        let parts = fresh["kv"]["parts"].as_array().unwrap();
+        assert!(parts.iter().all(|part| part["source"] == "computed"), "{more}: {answer:?}");
+        assert!(parts.iter().all(|part| part["reason"] != "other_context"), "{more}: {answer:?}");
+    }
+    assert_nothing_is_held(&server);
+}
+
+#[test]
+fn a_salt_divides_what_a_tenant_has() {
+    let server = server();
+    let plain = || reused(&ask(&server, "key-a", json!({})));
+    let salted = |salt: &str| reused(&ask(&server, "key-a", json!({"cache_salt": salt})));
+    assert_eq!(plain(), 0);
+    assert_eq!(salted("one"), 0);
+    assert_eq!(salted("two"), 0);
+    let found = plain();
+    assert!(found > 0);
+    assert_eq!((salted("one"), salted("two")), (found, found));
+    // The same salt of another tenant is another salt.
+    assert_eq!(reused(&ask(&server, "key-b", json!({"cache_salt": "one"}))), 0);
+    // A label is not a salt.
+    assert_eq!(reused(&ask(&server, "key-a", json!({"prompt_cache_key": "one"}))), found);
+}
+
+#[rstest]
+#[case::none(&[])]
+#[case::empty(&[("authorization", "Bearer ")])]
+#[case::wrong(&[("authorization", "Bearer key-c")])]
+#[case::prefix(&[("authorization", "Bearer key-")])]
+#[case::scheme(&[("authorization", "Basic key-a")])]
+#[case::bare(&[("authorization", "key-a")])]
+#[case::own(&[("x-api-key", "nobody")])]
+fn a_missing_or_unknown_key_is_refused(#[case] headers: &[(&str, &str)]) {
+    let server = server();
+    for (method, path) in [
+        ("POST", CHAT),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("POST", "/sleep"),
+        ("POST", "/wake_up"),
+        ("POST", "/reset_prefix_cache"),
+        ("GET", "/is_sleeping"),
+    ] {
+        let body = if method == "POST" { b"{}".as_slice() } else { b"" };
+        let answer = call(server.address(), method, path, headers, body);
+        assert_eq!(answer.status, 401, "{path}: {answer:?}");
+        assert_eq!(answer.json()["error"]["type"], "authentication_error");
+    }
+    for path in ["/health", "/version"] {
+        assert_eq!(call(server.address(), "GET", path, headers, b"").status, 200);
+    }
+}
+
+#[test]
+fn a_key_may_come_in_either_header() {
+    let server = server();
+    for header in [("authorization", "bearer key-a"), ("x-api-key", "key-a")] {
+        assert_eq!(call(server.address(), "GET", "/v1/models", &[header], b"").status, 200);
+    }
+}
+
+#[test]
+fn only_the_operator_sees_counts_and_controls_the_caches() {
+    let server = server();
+    for (method, path) in [
+        ("GET", "/metrics"),
+        ("POST", "/reset_prefix_cache"),
+        ("POST", "/sleep"),
+        ("POST", "/wake_up"),
+        ("GET", "/is_sleeping"),
+    ] {
+        let tenant = call(server.address(), method, path, &[("x-api-key", "key-a")], b"");
+        assert_eq!(
+            (tenant.status, &tenant.json()["error"]["type"]),
+            (403, &json!("permission_error")),
+            "{path}"
+        );
+        let operator = call(server.address(), method, path, &[("x-api-key", "key-op")], b"");
+        assert_eq!(operator.status, 200, "{path}: {operator:?}");
+    }
+}
+
+#[test]
+fn a_file_has_a_key_and_a_tenant_in_each_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("keys");
+    let read = |text: &str| {
+        std::fs::write(&path, text).unwrap();
+        ApiKeys::read(&path)
+    };
+    let keys = read("# keys\n\nkey-a alice\n  key-b\tbob  \nkey-c alice\n").unwrap();
+    let server = with(Some(reuse()), ServerConfig { keys: Some(keys), ..free_port() });
+    assert_eq!(reused(&ask(&server, "key-a", json!({}))), 0);
+    assert!(reused(&ask(&server, "key-c", json!({}))) > 0);
+    assert_eq!(reused(&ask(&server, "key-b", json!({}))), 0);
+    for (text, words) in [
+        ("secret", "line 1: it does not have two words"),
+        ("a b\nsecret b c", "line 2: it does not have two words"),
+        ("secret alice\nsecret bob", "line 2: this key occurs twice"),
+        ("secret chunk_cache", "line 1: this name belongs to the default tenant"),
+        ("# nothing\n", "has no keys"),
+    ] {
+        let error = read(text).unwrap_err().to_string();
+        assert!(error.contains(words) && !error.contains("secret"), "{error}");
+    }
+    let error = ApiKeys::read(&folder.path().join("none")).unwrap_err().to_string();
+    assert!(error.contains("cannot read the keys"), "{error}");
+}

@@ -1,0 +1,123 @@
+"""Checks the server's page in a headless Chromium, and takes a picture of it.
+
+    python check_page.py [--kvc target/release/kvc] [--picture FILE.png]
+
+A server over the built-in model answers questions about the demo's documents: new ones, the same ones again, and the same
+ones in another order. Chromium then draws the page. What it shows must be what the answers said. A second server has keys:
+its page asks for one. Chromium is the program `chromium` (Debian's package of this name).
+"""
+
+from __future__ import annotations
+
+import argparse
+import html.parser
+import json
+import shutil
+import subprocess
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from served import PATIENCE, ROOT, SYSTEM, names, served, text_of
+
+MARK = '<img src=x onerror="document.title=1">'
+"""The name of a document that must be shown as text."""
+
+
+def ask(url: str, order: list[str], question: str) -> dict[str, Any]:
+    documents = [{"id": name, "text": text_of(name)} for name in order]
+    documents[0]["id"] += MARK
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    body = json.dumps({"messages": messages, "documents": documents, "max_tokens": 4}).encode()
+    request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
+def chromium(url: str, *options: str) -> str:
+    """Draws a page, and returns its elements as they are after a few seconds."""
+    with tempfile.TemporaryDirectory() as profile:
+        command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        command += ["--window-size=1120,640", "--virtual-time-budget=4000", *options, url]
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=2 * PATIENCE).stdout
+
+
+class Drawn(html.parser.HTMLParser):
+    """The parts of the drawn page that are checked."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.titles: list[str] = []
+        self.hidden: set[str] = set()
+        self.tags: set[str] = set()
+        self._silent = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        named = dict(attributes)
+        self.tags.add(tag)
+        self._silent += tag in {"script", "style"}
+        if title := named.get("title"):
+            self.titles.append(title)
+        if "hidden" in named and named.get("id"):
+            self.hidden.add(named["id"] or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent -= tag in {"script", "style"}
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent and data.strip():
+            self.text.append(data.strip())
+
+
+def check(name: str, is_right: bool, shown: object) -> None:
+    print(f"{'ok' if is_right else 'FAILED'}  {name}")
+    if not is_right:
+        raise SystemExit(f"{name}: {shown}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kvc", default=str(ROOT / "target/release/kvc"))
+    parser.add_argument("--picture", help="a file for a picture of the page")
+    args = parser.parse_args()
+    if shutil.which("chromium") is None:
+        raise SystemExit("chromium is missing; install it, for example with `apt-get install chromium`")
+    ordered = names()
+    with served(args.kvc, "--reuse-anyway") as url:
+        orders = [ordered, ordered, ordered[::-1], ordered[2:] + ordered[:2]]
+        answers = [ask(url, order, question) for order, question in zip(orders, ["alba ?", "bruno ?", "alba ?", "clara ?"], strict=True)]
+        page = Drawn(chromium(f"{url}/", "--dump-dom"))
+        check("the page has loaded", page.hidden >= {"locked"} and "all" not in page.hidden, page.hidden)
+        usage = [answer["usage"] for answer in answers]
+        found = sum(one["prompt_tokens_details"]["cached_tokens"] for one in usage)
+        total = sum(one["prompt_tokens"] for one in usage)
+        check("it shows how many prompt tokens were found", f"{found:,} of {total:,}" in page.text, page.text)
+        titles = [title for title in page.titles if " tokens, " in title]
+        expected = []
+        for answer in answers[::-1]:
+            parts = answer["kv"]["parts"]
+            expected += [(part["id"], part["tokens"], part["tokens"] if part["source"] == "cache" else 0) for part in parts]
+        drawn = [title for title in titles if not title.startswith(("system prompt:", "question:"))]
+        check("each document of each request is drawn", len(drawn) == len(expected), (drawn, expected))
+        matches = (title.startswith(f"{name}: {tokens:,} tokens, {found:,} found") for title, (name, tokens, found) in zip(drawn, expected, strict=True))
+        check("with its name and what was found of it", all(matches), (drawn, expected))
+        first, later = drawn[-len(ordered) :], drawn[: -len(ordered)]
+        check("new documents are new", all(title.endswith(", new") for title in first), first)
+        check("found ones are found in any order", all(", 0 found" not in title for title in later), later)
+        check("names are shown as text", "img" not in page.tags and "1" not in page.text[:1], page.tags)
+        if args.picture:
+            chromium(f"{url}/", f"--screenshot={Path(args.picture).resolve()}")
+            print(f"wrote {args.picture}")
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        keys.write_text("secret operator\n")
+        with served(args.kvc, "--api-key-file", str(keys)) as url:
+            page = Drawn(chromium(f"{url}/", "--dump-dom"))
+            check("a server with keys asks for one", "locked" not in page.hidden and "all" in page.hidden, page.hidden)
+
+
+if __name__ == "__main__":
+    main()
