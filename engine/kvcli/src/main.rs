@@ -25,6 +25,7 @@ mod doctor;
 mod embedded;
 mod error;
 mod eval;
+mod folder;
 mod inspect;
 mod load;
 mod memory;

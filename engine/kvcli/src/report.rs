@@ -34,6 +34,8 @@ pub(crate) struct AnswerJson<'a> {
     total_ms: f64,
     cell: ReuseCell,
     chunks: &'a [ChunkReport],
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    documents: Vec<Option<String>>,
     blocks: BlocksJson,
     memory: MemoryJson,
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
@@ -50,6 +52,15 @@ pub(crate) struct AnswerJson<'a> {
     prompt_cache: Option<PromptCacheJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<ProfileReport>,
+}
+
+/// The parts of a report that are not in the answer itself.
+pub(crate) struct AnswerParts {
+    pub(crate) text: String,
+    pub(crate) read_back: Option<ReadBackJson>,
+    pub(crate) prompt_cache: Option<PromptCacheJson>,
+    /// For each chunk, the document of a library that it is.
+    pub(crate) documents: Vec<Option<String>>,
 }
 
 /// The number of blocks in both pools together, and in each pool.
@@ -164,7 +175,7 @@ impl fmt::Display for GraphsJson {
 
 /// Returns the JSON object for one answer.
 pub(crate) fn answer_json<'a>(
-    (text, read_back, prompt_cache): (String, Option<ReadBackJson>, Option<PromptCacheJson>),
+    AnswerParts { text, read_back, prompt_cache, documents }: AnswerParts,
     generation: &'a Generation,
     cell: ReuseCell,
     engine: &Engine,
@@ -186,6 +197,7 @@ pub(crate) fn answer_json<'a>(
         total_ms: ms(generation.total),
         cell,
         chunks: &generation.chunks,
+        documents,
         blocks: BlocksJson { all, pools: caches },
         memory: MemoryJson::of(engine),
         logprobs: generation.logprobs.as_slice(),

@@ -23,6 +23,7 @@
 //! engine                 the public face: a runner and a scheduler
 //!   serve                many requests: submission, admission, plans, steps, samples, beams, preemption
 //!     prompt             one prompt: text cut into parts, documents looked up, computed, recomputed
+//!       documents        registered texts, found in prompts and cut out as chunks
 //!       sampling         the choice of tokens from logits
 //!       runner           a model on a device with its caches; independent of requests
 //!         request        requests with their settings, and answers
@@ -34,6 +35,7 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod documents;
 mod engine;
 mod error;
 mod prompt;
@@ -47,6 +49,9 @@ mod tuned;
 pub use config::{
     ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, DEFAULT_SWAP_MEMORY, DEFAULT_TYPICAL_LEN, EngineConfig,
     PoolTag, Scheduling,
+};
+pub use documents::{
+    CutPrompt, DocumentCosts, DocumentLibrary, FoundDocument, LibraryLimits, NewDocument, RegisteredDocument,
 };
 pub use engine::Engine;
 pub use error::{Error, Result};

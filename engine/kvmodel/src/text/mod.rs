@@ -192,8 +192,16 @@ impl TextCodec {
     /// Returns [`Error::Messages`] if the last message cannot be answered ([`Message::check_answerable`]), and
     /// [`Error::Template`] if the template fails, rejects the conversation, or exceeds its budget.
     pub fn conversation(&self, messages: &[Message]) -> Result<Vec<u32>> {
+        self.encode(&self.conversation_text(messages)?, false)
+    }
+
+    /// Returns the text that [`conversation`](Self::conversation) encodes.
+    ///
+    /// # Errors
+    /// Returns the errors of [`conversation`](Self::conversation) that do not concern the tokens.
+    pub fn conversation_text(&self, messages: &[Message]) -> Result<String> {
         Message::check_answerable(messages)?;
-        self.encode(&self.template.render(messages)?, false)
+        self.template.render(messages)
     }
 
     /// Returns the text that the chat template writes before and after the content of a user's message that
