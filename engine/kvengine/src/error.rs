@@ -140,6 +140,9 @@ pub enum Error {
     /// Page-sparse decode is impossible with this model or cache. The string suggests what to do instead.
     #[error("sparse decode: {0}")]
     Pages(&'static str),
+    /// An answer's constraint is malformed, cannot be obeyed, or contradicts the request.
+    #[error("the constraint on the answer: {0}")]
+    Constraint(String),
     /// A document is too short to be registered.
     #[error(
         "document {id} has {bytes} bytes; a registered document has at least {least}, because shorter texts stand in \

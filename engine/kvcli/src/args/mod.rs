@@ -18,7 +18,7 @@ pub(crate) use bench::{BenchArgs, BenchKind, MeasuredArgs, RagArgs, ServeArgs};
 pub(crate) use disk::{DiskArgs, DoctorArgs, InspectArgs, WarmArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;
-pub(crate) use sampling::SamplingArgs;
+pub(crate) use sampling::{FormArgs, SamplingArgs};
 pub(crate) use sleep::SleepArgs;
 pub(crate) use tune::TuneArgs;
 pub(crate) use way::{WayArgs, way};

@@ -20,6 +20,7 @@ pub(crate) use prompt_cache::PromptCacheJson;
 pub(crate) use prompts::RunPrompts;
 pub(crate) use prompts::document;
 
+mod form;
 mod library;
 mod prompt_cache;
 mod prompts;
@@ -33,6 +34,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let OpenedBackend { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;
     let codec = codec.with_variables(variables)?;
+    let constraint = form::constraint(&args.sampling.form, &codec, model.config())?;
     let ChosenWay { reuse: way, decoys, usual } = ChosenWay::new(&args.way, &model, &codec)?;
     let config = EngineConfig {
         kv_format: args.dtype,
@@ -79,6 +81,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let request = Request {
         keep_logits: forced.is_some(),
         forced,
+        constraint,
         ..request(args, &way, &engine, asked.tokens.with_decoys(decoys)?)
     };
     let mut live = LiveAnswer::new(&codec, &args.sampling.stop, !args.json)?;

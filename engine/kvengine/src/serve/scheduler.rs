@@ -1,6 +1,7 @@
 //! The scheduler, which holds an engine's requests and the memory that steps reuse.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::PoolCounts;
@@ -11,6 +12,7 @@ use super::feed::StepPlan;
 use super::live::{LiveRequest, ServiceRank};
 use super::swap::{PreemptionCosts, SwapSpace};
 use crate::config::{EngineConfig, Scheduling};
+use crate::constraint::ConstraintWorkers;
 
 /// The maximum of each configured limit. It is larger than any pass, and small enough that sums do not
 /// overflow.
@@ -37,6 +39,8 @@ pub(crate) struct Scheduler {
     pub(super) swaps: u64,
     /// Host memory for preempted requests.
     pub(super) swap: SwapSpace,
+    /// The workers of constraints, once a request has one.
+    pub(super) workers: Option<Arc<ConstraintWorkers>>,
 }
 
 /// An observer, and the ID of the request that it watches.
@@ -113,6 +117,7 @@ impl Scheduler {
             preemptions: 0,
             swaps: 0,
             swap: SwapSpace::new(swap_memory),
+            workers: None,
         }
     }
 

@@ -13,6 +13,8 @@ mod jinja;
 mod message;
 mod stream;
 mod template;
+mod token_bytes;
+mod tools;
 mod variable;
 
 use std::path::Path;
@@ -23,6 +25,7 @@ use tokenizers::{AddedToken, Tokenizer};
 
 pub use message::{Message, Role};
 pub use stream::TextStream;
+pub use tools::{AnswerPart, ForcedCalls, ToolCall, ToolCallFormat, ToolCallParser};
 pub use variable::Variable;
 
 use crate::error::{Error, Result};
@@ -182,6 +185,16 @@ impl TextCodec {
     /// a list of objects.
     pub fn with_variables(&self, variables: impl IntoIterator<Item = (String, Variable)>) -> Result<Self> {
         Ok(Self { template: self.template.clone().with_variables(variables)?, ..self.clone() })
+    }
+
+    /// Returns the form in which the model writes calls of tools, as its chat template shows it.
+    pub fn tool_call_format(&self) -> ToolCallFormat {
+        ToolCallFormat::of(self.template.source().unwrap_or_default())
+    }
+
+    /// Returns true if the chat template writes the tools that it gets as the variable `tools`.
+    pub fn takes_tools(&self) -> bool {
+        self.template.source().is_some_and(|template| template.contains("tools"))
     }
 
     /// Encodes a conversation in the model's chat template, up to the beginning of the answer, or, if the last
