@@ -33,6 +33,7 @@ mod plot;
 mod progress;
 mod report;
 mod run;
+mod size;
 mod text_file;
 mod tune;
 mod warm;
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Size(args) => size::size(&args),
         Command::Devices(args) => devices::devices(&args),
     };
     match result {

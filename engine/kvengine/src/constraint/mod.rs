@@ -1,6 +1,6 @@
 //! Constraints on answers: at each position, the tokens that may follow.
 //!
-//! The tokens that may follow an answer's next token are worked out on a [worker](worker), while the model computes the
+//! The tokens that may follow an answer's next token are worked out on a [`worker`], while the model computes the
 //! logits after it. A step waits for them only briefly. An answer whose tokens are late keeps its logits and goes on in
 //! a later step, so it does not hold up the others.
 
