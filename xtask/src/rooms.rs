@@ -21,7 +21,7 @@ const CRATES: [(&str, &str); 5] = [
     ("kvbackend-wgpu/src", "options < pipeline < device < memory adapter < queue < kernels < stream"),
     (
         "engine/kvengine/src",
-        "config error result_file < runner < request tuned < sampling < prompt < serve < engine",
+        "config error result_file < constraint < guided runner < request tuned < documents sampling < prompt < serve < engine",
     ),
 ];
 

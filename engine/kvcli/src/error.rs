@@ -44,6 +44,12 @@ pub(crate) enum Error {
     /// A prompt starts with documents, but documents must follow some text.
     #[error("documents need some text before them; give --system TEXT, or --chat for the model's template")]
     NoSystem,
+    /// The file with the form of an answer cannot be read.
+    #[error("cannot read the form of the answer from {path}: {source}")]
+    ReadForm { path: PathBuf, source: std::io::Error },
+    /// The file with the form of an answer is malformed, or no answer can have the form.
+    #[error("{path}: {source}")]
+    Form { path: PathBuf, source: kvengine::Error },
     /// A message file is malformed, or its conversation cannot be answered.
     #[error("{path}: {source}")]
     Messages { path: PathBuf, source: kvengine::Error },

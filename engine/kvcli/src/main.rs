@@ -25,6 +25,7 @@ mod doctor;
 mod embedded;
 mod error;
 mod eval;
+mod folder;
 mod inspect;
 mod load;
 mod memory;
@@ -33,6 +34,7 @@ mod progress;
 mod report;
 mod run;
 mod serve;
+mod size;
 mod text_file;
 mod tune;
 mod warm;
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Bench(args) => bench::bench(&args),
+        Command::Size(args) => size::size(&args),
         Command::Devices(args) => devices::devices(&args),
     };
     match result {

@@ -35,6 +35,8 @@ pub(crate) struct AnswerJson<'a> {
     cell: ReuseCell,
     prefix_missed: Option<MissReason>,
     chunks: &'a [ChunkReport],
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    documents: Vec<Option<String>>,
     blocks: BlocksJson,
     memory: MemoryJson,
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
@@ -51,6 +53,15 @@ pub(crate) struct AnswerJson<'a> {
     prompt_cache: Option<PromptCacheJson>,
     #[serde(skip_serializing_if = "Option::is_none")]
     profile: Option<ProfileReport>,
+}
+
+/// The parts of a report that are not in the answer itself.
+pub(crate) struct AnswerParts {
+    pub(crate) text: String,
+    pub(crate) read_back: Option<ReadBackJson>,
+    pub(crate) prompt_cache: Option<PromptCacheJson>,
+    /// For each chunk, the document of a library that it is.
+    pub(crate) documents: Vec<Option<String>>,
 }
 
 /// The number of blocks in both pools together, and in each pool.
@@ -165,7 +176,7 @@ impl fmt::Display for GraphsJson {
 
 /// Returns the JSON object for one answer.
 pub(crate) fn answer_json<'a>(
-    (text, read_back, prompt_cache): (String, Option<ReadBackJson>, Option<PromptCacheJson>),
+    AnswerParts { text, read_back, prompt_cache, documents }: AnswerParts,
     generation: &'a Generation,
     cell: ReuseCell,
     engine: &Engine,
@@ -188,6 +199,7 @@ pub(crate) fn answer_json<'a>(
         cell,
         prefix_missed: generation.prefix_missed,
         chunks: &generation.chunks,
+        documents,
         blocks: BlocksJson { all, pools: caches },
         memory: MemoryJson::of(engine),
         logprobs: generation.logprobs.as_slice(),

@@ -1,7 +1,7 @@
 //! `kvc warm`: computes documents into a folder on a disk.
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ use crate::progress::{bar, counting};
 use crate::report::json;
 use crate::run::{RunPrompts, document};
 use crate::way::ChosenWay;
-use crate::{backend, load};
+use crate::{backend, folder, load};
 
 /// The longest time in which the disk must take in what was computed.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -99,7 +99,7 @@ fn compute(
     let mut report = WarmReport { documents: documents.len(), ..WarmReport::default() };
     let mut done = 0;
     for some in documents.chunks(together) {
-        let prompt = RunPrompts::about(args.system.clone(), args.chat, some.to_vec()).asked(codec)?;
+        let prompt = RunPrompts::about(args.system.clone(), args.chat, some.to_vec()).asked(codec)?.tokens;
         let prompt = prompt.with_decoys(Arc::clone(&way.decoys))?;
         // Only the documents themselves are stored, so there is nothing to recompute.
         let request = engine.request(prompt).reusing(&way.reuse);
@@ -128,16 +128,11 @@ fn compute(
 /// Reads the documents that a path names.
 fn read(path: &Path) -> Result<Vec<String>> {
     if path.is_dir() {
-        let unreadable = |source| Error::Document { path: path.to_owned(), source };
-        let entries = std::fs::read_dir(path).map_err(unreadable)?;
-        let files = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<PathBuf>>>();
-        let mut files: Vec<_> =
-            files.map_err(unreadable)?.into_iter().filter(|file| file.is_file()).collect();
-        files.sort();
+        let files = folder::documents(path)?;
         if files.is_empty() {
             return Err(Error::NoDocuments(path.to_owned()));
         }
-        return files.iter().map(|file| document(file)).collect();
+        return Ok(files.into_iter().map(|(_, text)| text).collect());
     }
     if path.extension().is_some_and(|end| end == "jsonl") {
         return lines(path);

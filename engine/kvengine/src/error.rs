@@ -140,6 +140,34 @@ pub enum Error {
     /// Page-sparse decode is impossible with this model or cache. The string suggests what to do instead.
     #[error("sparse decode: {0}")]
     Pages(&'static str),
+    /// An answer's constraint is malformed, cannot be obeyed, or contradicts the request.
+    #[error("the constraint on the answer: {0}")]
+    Constraint(String),
+    /// A document is too short to be registered.
+    #[error(
+        "document {id} has {bytes} bytes; a registered document has at least {least}, because shorter texts stand in \
+         prompts by chance: join it with its neighbours"
+    )]
+    ShortDocument {
+        /// The ID of the document.
+        id: String,
+        /// The number of bytes of its text.
+        bytes: usize,
+        /// The least number of bytes.
+        least: usize,
+    },
+    /// A document does not fit into a library of registered documents.
+    #[error(
+        "the library of registered documents would have {asked} {what}, and its limit is {limit}; remove documents first"
+    )]
+    LibraryFull {
+        /// The limited quantity.
+        what: &'static str,
+        /// The quantity with the document.
+        asked: usize,
+        /// The limit.
+        limit: usize,
+    },
     /// An error from the model.
     #[error(transparent)]
     Model(kvmodel::Error),

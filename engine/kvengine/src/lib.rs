@@ -23,8 +23,11 @@
 //! engine                 the public face: a runner and a scheduler
 //!   serve                many requests: submission, admission, plans, steps, samples, beams, preemption
 //!     prompt             one prompt: text cut into parts, documents looked up, computed, recomputed
+//!       documents        registered texts, found in prompts and cut out as chunks
 //!       sampling         the choice of tokens from logits
+//!       guided           JSON schemas and grammars as constraints
 //!       runner           a model on a device with its caches; independent of requests
+//!         constraint     what may follow an answer's tokens, worked out beside the steps
 //!         request        requests with their settings, and answers
 //!         config, error  the settings of an engine, its errors
 //! tuned                  a file with the reuse settings that suit a model, and the settings without such a file
@@ -34,8 +37,11 @@
 #![forbid(unsafe_code)]
 
 mod config;
+mod constraint;
+mod documents;
 mod engine;
 mod error;
+mod guided;
 mod prompt;
 mod request;
 mod result_file;
@@ -48,8 +54,13 @@ pub use config::{
     ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, DEFAULT_SWAP_MEMORY, DEFAULT_TYPICAL_LEN, EngineConfig,
     PoolTag, Scheduling,
 };
+pub use constraint::{AnswerConstraint, NextTokens, TokenConstraint, TokenMask};
+pub use documents::{
+    CutPrompt, DocumentCosts, DocumentLibrary, FoundDocument, LibraryLimits, NewDocument, RegisteredDocument,
+};
 pub use engine::Engine;
 pub use error::{Error, Result};
+pub use guided::{AnswerForm, AnswerGuide};
 pub use prompt::{BUILT_IN_DECOYS, document_text};
 pub use request::{
     BeamSearch, FinishReason, Generation, PromptTokens, Request, Sampling, SparseDecode, TokenLogprobs,

@@ -9,6 +9,7 @@ use kvchunk::{
 use kvcore::Retention;
 use serde::Serialize;
 
+use crate::constraint::AnswerConstraint;
 use crate::error::{Error, Result};
 
 /// A prompt as token IDs, ordinary or chunked.
@@ -114,6 +115,11 @@ pub struct Request {
     /// after these tokens. If the answer is shorter than [`max_new_tokens`](Self::max_new_tokens), the logits
     /// after its last token are computed as well.
     pub forced: Option<Arc<[u32]>>,
+    /// The constraint that every answer obeys: only tokens that may follow are chosen. Sampling filters see these tokens
+    /// alone; [`logprobs`](Self::logprobs) and [`keep_logits`](Self::keep_logits) report the model's own numbers. With a
+    /// constraint, there are no [guesses](Self::lookup). A constraint cannot be combined with beams, a forced answer or
+    /// [`ignore_end`](Self::ignore_end).
+    pub constraint: Option<Arc<dyn AnswerConstraint>>,
     /// True to ignore end tokens, to measure answers of a fixed length.
     pub ignore_end: bool,
     /// Biases to add to the logits of individual tokens, as `(token, bias)`, before a token is chosen.
@@ -151,6 +157,7 @@ impl Request {
             lookup: 0,
             sparse: None,
             forced: None,
+            constraint: None,
             ignore_end: false,
             logit_bias: Arc::default(),
             logprobs: None,

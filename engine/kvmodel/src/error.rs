@@ -70,6 +70,9 @@ pub enum Error {
     /// A variable for the chat template is malformed, or must not be set.
     #[error("template variables: {0}")]
     Variable(String),
+    /// A list of tools is malformed.
+    #[error("tools: {0}")]
+    Tools(String),
     /// A stop string is empty, which would end every answer before its first token.
     #[error("a stop string is empty and would end every answer immediately; remove it")]
     EmptyStop,

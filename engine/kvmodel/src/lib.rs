@@ -82,5 +82,8 @@ pub use model::{
     LogitRows, Model, Narrowed, Observer, Pass, PassMemory, read_f32,
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
-pub use text::{Message, Role, TextCodec, TextStream, Variable};
+pub use text::{
+    AnswerPart, ForcedCalls, Message, Role, TextCodec, TextStream, ToolCall, ToolCallFormat, ToolCallParser,
+    Variable,
+};
 pub use weights::Weights;

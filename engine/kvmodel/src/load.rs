@@ -66,6 +66,23 @@ impl ModelDirectory {
         Ok(Self::of(model, codec, notes))
     }
 
+    /// Reads only the config of a model: of a Hugging Face directory, of a `config.json`, or of a GGUF file's header.
+    /// Weights and tokenizer need not be there.
+    ///
+    /// # Errors
+    /// Returns [`Error::Io`] if the file cannot be read, and [`Error::File`] or [`Error::Gguf`] if it is invalid.
+    pub fn read_config(path: &Path) -> Result<ModelConfig> {
+        let is_json = path.extension().is_some_and(|end| end.eq_ignore_ascii_case("json"));
+        let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
+        if !path.is_dir() && !is_json {
+            check_regular_file(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
+            return gguf::read_config(path);
+        }
+        let config = SmallFile::read(file.clone())?.parse(ModelConfig::from_json)?;
+        config.check().map_err(|error| error.in_file(file))?;
+        Ok(config)
+    }
+
     /// Loads a model from the bytes of its files, for models embedded in a program. Unlike
     /// [`load`](Self::load), it does not read a `generation_config.json`.
     pub fn from_bytes(

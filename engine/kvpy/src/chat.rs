@@ -9,7 +9,7 @@ use pyo3::types::PyDict;
 use crate::error::CallError;
 
 /// Returns the JSON of a Python value.
-fn json_of(value: &Bound<'_, PyAny>) -> PyResult<String> {
+pub(crate) fn json_of(value: &Bound<'_, PyAny>) -> PyResult<String> {
     value.py().import("json")?.call_method1("dumps", (value,))?.extract()
 }
 

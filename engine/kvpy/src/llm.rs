@@ -8,8 +8,8 @@ use std::time::Duration;
 use kvchunk::{LoadRule, MissReason, Recompute, Reuse, TierMetrics};
 use kvcore::PolicyKind;
 use kvengine::{
-    Answer, AnswerEvent, BUILT_IN_DECOYS, DefaultReuse, Engine, EngineConfig, FinishReason, Generation,
-    PromptTokens, Request,
+    Answer, AnswerConstraint, AnswerEvent, AnswerForm, AnswerGuide, BUILT_IN_DECOYS, DefaultReuse, Engine,
+    EngineConfig, FinishReason, Generation, PromptTokens, Request,
 };
 use kvmodel::dense::WeightFormat;
 use kvmodel::{Model, ModelDirectory, TextCodec, TextStream};
@@ -44,6 +44,8 @@ pub(crate) struct Llm {
     way: Reuse,
     /// The decoys for prompts without decoys of their own.
     decoys: Arc<[Vec<u32>]>,
+    /// Compiles the forms of answers, once one is asked for.
+    guide: Mutex<Option<Arc<AnswerGuide>>>,
 }
 
 /// An answer, with its costs.
@@ -172,11 +174,28 @@ impl Llm {
         }
     }
 
+    /// Compiles the form of an answer, without Python's lock.
+    fn constraint(&self, py: Python<'_>, form: &AnswerForm) -> Result<Arc<dyn AnswerConstraint>> {
+        let config = self.engine(py).model().config().clone();
+        py.detach(|| {
+            let mut guide = self.guide.lock().unwrap_or_else(PoisonError::into_inner);
+            let guide = match &*guide {
+                Some(guide) => Arc::clone(guide),
+                None => Arc::clone(guide.insert(Arc::new(AnswerGuide::new(&self.codec, &config)?))),
+            };
+            Ok(guide.constraint(form)?)
+        })
+    }
+
     /// Submits a prompt.
     fn submit(&self, py: Python<'_>, prompt: PromptTokens, params: &SamplingParams) -> Result<Running<'_>> {
         let text = TextStream::new(&self.codec, params.stop.iter().cloned())?;
+        let constraint = match params.form()? {
+            Some(form) => Some(self.constraint(py, &form)?),
+            None => None,
+        };
         let mut engine = self.engine(py);
-        let request = self.request(&engine, prompt, params);
+        let request = Request { constraint, ..self.request(&engine, prompt, params) };
         let answer = engine.submit(request)?;
         Ok(Running { answer, text, tokens: Vec::new(), end: None })
     }
@@ -354,7 +373,8 @@ impl Llm {
         let texts = decoys.unwrap_or_else(|| BUILT_IN_DECOYS.map(str::to_owned).to_vec());
         let decoys: kvmodel::Result<_> = texts.iter().map(|text| codec.encode(text, false)).collect();
         let decoys = decoys.map_err(CallError::from)?;
-        Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way, decoys })
+        let guide = Mutex::new(None);
+        Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way, decoys, guide })
     }
 
     /// Answers prompts in one batch, and returns the answers in the order of the prompts. A prompt is a

@@ -1,5 +1,6 @@
 """`kvcache.LLM` with the built-in model of the repository."""
 
+import json
 import pathlib
 import shutil
 import threading
@@ -192,6 +193,32 @@ def test_settings_out_of_range_are_refused_when_they_are_made(setting: dict[str,
 def on_disk(folder: pathlib.Path, **settings: Any) -> kvcache.LLM:
     config = kvcache.ChunkCacheConfig(chunk_separator="##", memory_share=0.5)
     return kvcache.LLM(MODEL, chunk_cache_config=config, disk=folder, disk_limit=8 << 20, disk_loads="always", **settings)
+
+
+def test_answers_have_the_form_that_is_asked_for(llm: kvcache.LLM) -> None:
+    usual, other = (kvcache.SamplingParams(regex=f" ({words})") for words in ("red|blue", "red|green"))
+    answers = llm.generate([PROMPT, PROMPT, PROMPT], [usual, other, kvcache.SamplingParams()])
+    assert [answer.text for answer in answers[::2]] == [" blue", " blue"]
+    assert answers[1].text in (" red", " green") and answers[1].finish_reason == "stop"
+    schema = {"enum": [7, [], True]}
+    for given in (schema, json.dumps(schema)):
+        params = kvcache.SamplingParams(json_schema=given, temperature=1.5)
+        assert params.json_schema is not None and json.loads(params.json_schema) == schema
+        (answer,) = llm.generate(PROMPT, params)
+        assert json.loads(answer.text) in schema["enum"]
+    (letters,) = llm.generate(PROMPT, kvcache.SamplingParams(grammar='start: " red" " red"'))
+    assert letters.text == " red red"
+    for wrong, words in [
+        (kvcache.SamplingParams(json_schema="{"), "not JSON"),
+        (kvcache.SamplingParams(json_schema={"type": "colour"}), "colour"),
+        (kvcache.SamplingParams(regex="("), "constraint"),
+        (kvcache.SamplingParams(regex="a", ignore_eos=True), "where an answer may end"),
+    ]:
+        with pytest.raises(kvcache.KvCacheError, match=words):
+            llm.generate(PROMPT, wrong)
+    with pytest.raises(ValueError, match="only one of"):
+        kvcache.SamplingParams(regex="a", grammar="b")
+    assert llm.generate(PROMPT)[0].text == " blue"
 
 
 def test_documents_outlive_the_program_on_a_disk(tmp_path: pathlib.Path) -> None:

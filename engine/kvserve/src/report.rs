@@ -16,6 +16,10 @@ pub(crate) struct KvReport {
     pub(crate) recomputed: usize,
     /// The number of prompt tokens that were not found, and therefore computed.
     pub(crate) computed: usize,
+    /// Why the beginning of the prompt was not found: its first missing block, or that of the system prompt in front of
+    /// documents that are reused.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) prefix_missed: Option<&'static str>,
     /// The documents, in the order of the prompt.
     pub(crate) parts: Vec<PartReport>,
     /// The time to first token in milliseconds, from the submission to the engine.
@@ -108,6 +112,7 @@ impl Described {
             prompt_tokens: generation.prompt_tokens,
             reused: generation.cached_tokens,
             recomputed: generation.recomputed_tokens,
+            prefix_missed: generation.prefix_missed.map(MissReason::name),
             computed: generation.prompt_tokens.saturating_sub(generation.cached_tokens),
             parts,
             ttft_ms: 1e3 * generation.ttft.as_secs_f64(),
@@ -133,7 +138,7 @@ impl Described {
         if !self.full_attention {
             let of_documents = segments.iter_mut().filter(|segment| segment.kind == SegmentKind::Document);
             for (segment, chunk) in of_documents.zip(&generation.chunks) {
-                segment.reason = chunk.missed.map(|reason| reason.name());
+                segment.reason = chunk.missed.map(MissReason::name);
                 if chunk.hit {
                     segment.found = segment.tokens.min(left);
                     left -= segment.found;
@@ -146,6 +151,10 @@ impl Described {
                 segment.found = segment.tokens.min(left);
                 left -= segment.found;
             }
+        }
+        let first = segments.iter_mut().find(|segment| segment.found < segment.tokens);
+        if let Some(first) = first.filter(|first| self.full_attention || first.kind == SegmentKind::System) {
+            first.reason = generation.prefix_missed.map(MissReason::name);
         }
         segments
     }

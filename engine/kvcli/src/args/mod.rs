@@ -10,6 +10,7 @@ mod eval;
 mod prompt;
 mod sampling;
 mod serve;
+mod size;
 mod sleep;
 mod tune;
 mod way;
@@ -19,8 +20,9 @@ pub(crate) use bench::{BenchArgs, BenchKind, MeasuredArgs, RagArgs, ServeArgs};
 pub(crate) use disk::{DiskArgs, DoctorArgs, InspectArgs, WarmArgs};
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;
-pub(crate) use sampling::SamplingArgs;
+pub(crate) use sampling::{FormArgs, SamplingArgs};
 pub(crate) use serve::{LogFormat, ServerArgs};
+pub(crate) use size::SizeArgs;
 pub(crate) use sleep::SleepArgs;
 pub(crate) use tune::TuneArgs;
 pub(crate) use way::{WayArgs, way};
@@ -110,6 +112,8 @@ pub(crate) enum Command {
     Doctor(DoctorArgs),
     /// Measure a workload.
     Bench(Box<BenchArgs>),
+    /// Compute how much memory a model's keys and values take, without its weights.
+    Size(SizeArgs),
     /// List the devices of this machine that --backend accepts, with their limits and features.
     Devices(DevicesArgs),
 }

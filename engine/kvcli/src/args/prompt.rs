@@ -37,6 +37,11 @@ pub(crate) struct PromptArgs {
     #[arg(long = "document", value_name = "FILE")]
     pub(crate) documents: Vec<PathBuf>,
 
+    /// Folder with one document per file. Wherever one of them stands verbatim in the prompt, it is computed once and
+    /// reused like a --document. Each must have at least 64 bytes.
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["documents", "separator"])]
+    pub(crate) library: Option<PathBuf>,
+
     /// Split the prompt at this string (usually ##) into SYSTEM, DOCUMENTS and QUESTION. Default: the prompt
     /// is not split.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = separator,

@@ -1,5 +1,6 @@
 //! Options of `kvc run` for choosing an answer's tokens and for ending the answer.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
@@ -10,6 +11,9 @@ use super::number;
 /// Options for choosing an answer's tokens and for ending the answer.
 #[derive(Debug, Args)]
 pub(crate) struct SamplingArgs {
+    #[command(flatten)]
+    pub(crate) form: FormArgs,
+
     /// Maximum number of tokens in the answer.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_new_tokens: usize,
@@ -85,6 +89,24 @@ pub(crate) struct SamplingArgs {
     /// token at each position.
     #[arg(long, value_name = "IDS", value_delimiter = ',', requires = "json", conflicts_with_all = ["temperature", "stop"])]
     answer: Vec<u32>,
+}
+
+/// Options for the form of the answer.
+#[derive(Debug, Args)]
+#[group(multiple = false, conflicts_with_all = ["beams", "answer"])]
+pub(crate) struct FormArgs {
+    /// File with a JSON schema. The answer is JSON that matches the schema, unless --max-new-tokens cuts it off. `{}`
+    /// allows any JSON.
+    #[arg(long = "answer-schema", value_name = "FILE")]
+    pub(crate) schema: Option<PathBuf>,
+
+    /// Regular expression that the whole answer matches, as in `(yes|no)`.
+    #[arg(long = "answer-regex", value_name = "REGEX", allow_hyphen_values = true)]
+    pub(crate) regex: Option<String>,
+
+    /// File with a context-free grammar in Lark's syntax, to which the answer conforms.
+    #[arg(long = "answer-grammar", value_name = "FILE")]
+    pub(crate) grammar: Option<PathBuf>,
 }
 
 impl SamplingArgs {

@@ -12,7 +12,7 @@ use crate::backend::OpenedBackend;
 use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::LiveAnswer;
-use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, disk_line, json, ms};
+use crate::report::{AnswerParts, GraphsJson, ReadBackJson, SleepJson, answer_json, disk_line, json, ms};
 use crate::way::ChosenWay;
 use crate::{backend, load};
 use prompt_cache::PromptCache;
@@ -20,6 +20,8 @@ pub(crate) use prompt_cache::PromptCacheJson;
 pub(crate) use prompts::RunPrompts;
 pub(crate) use prompts::document;
 
+mod form;
+mod library;
 mod prompt_cache;
 mod prompts;
 
@@ -32,6 +34,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let OpenedBackend { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;
     let codec = codec.with_variables(variables)?;
+    let constraint = form::constraint(&args.sampling.form, &codec, model.config())?;
     let ChosenWay { reuse: way, decoys, usual } = ChosenWay::new(&args.way, &model, &codec)?;
     let config = EngineConfig {
         kv_format: args.dtype,
@@ -66,23 +69,28 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     }
     let asleep = engine.report().chunk_sleep;
     engine.profiler().reset();
-    if let Some(note) = prompts.note() {
+    let asked = prompts.asked(&codec)?;
+    if let Some(note) = prompts.note(&asked) {
         note!("{note}");
-    } else if args.way.is_usual() && !args.no_chunk_cache && !args.full_attention && prompts.has_documents() {
+    }
+    let in_parts = matches!(asked.tokens, PromptTokens::Chunked(_));
+    if args.way.is_usual() && !args.no_chunk_cache && !args.full_attention && in_parts {
         note!("{}", explained(&usual));
     }
     let forced = args.sampling.answer();
     let request = Request {
         keep_logits: forced.is_some(),
         forced,
-        ..request(args, &way, &engine, prompts.asked(&codec)?.with_decoys(decoys)?)
+        constraint,
+        ..request(args, &way, &engine, asked.tokens.with_decoys(decoys)?)
     };
     let mut live = LiveAnswer::new(&codec, &args.sampling.stop, !args.json)?;
     let mut generation = engine.generate(&request, &mut live)?;
     let text = live.finish(&mut generation)?;
     let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
     let kept = kept.and_then(|kept| kept.save(&engine, &request, &generation));
-    show(args, &way, &engine, (text, read_back, kept), &generation, asleep)
+    let found = AnswerParts { text, read_back, prompt_cache: kept, documents: asked.documents };
+    show(args, &way, &engine, found, &generation, asleep)
 }
 
 /// Explains the default reuse settings in one line.
@@ -134,7 +142,7 @@ fn show(
     args: &RunArgs,
     way: &Reuse,
     engine: &Engine,
-    (text, read_back, kept): (String, Option<ReadBackJson>, Option<PromptCacheJson>),
+    parts: AnswerParts,
     generation: &Generation,
     asleep: Option<SleepUsage>,
 ) -> Result<()> {
@@ -142,7 +150,7 @@ fn show(
     let report = engine.report();
     let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
-        let answer = answer_json((text, read_back, kept), generation, way.cell, engine, sleep);
+        let answer = answer_json(parts, generation, way.cell, engine, sleep);
         return json(&mut out, &answer);
     }
     writeln!(out)?;
@@ -181,7 +189,7 @@ fn show(
     if let Some(disk) = engine.disk() {
         eprintln!("{}", disk_line(&disk.usage()));
     }
-    if let Some(kept) = kept {
+    if let Some(kept) = parts.prompt_cache {
         note!("{kept}");
     }
     if args.profile {

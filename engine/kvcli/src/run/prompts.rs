@@ -7,6 +7,7 @@ use kvchunk::DEFAULT_SEPARATOR;
 use kvengine::{PromptTokens, document_text};
 use kvmodel::{Message, Role, TextCodec, Variable};
 
+use super::library::LibraryFolder;
 use crate::args::PromptArgs;
 use crate::error::{Error, Result};
 use crate::text_file;
@@ -19,6 +20,23 @@ pub(crate) struct RunPrompts {
     text: String,
     /// The prompts to answer first, in this order.
     warm: Vec<String>,
+    /// The documents to look for in the prompt.
+    library: Option<LibraryFolder>,
+}
+
+/// A prompt as tokens.
+#[derive(Debug)]
+pub(crate) struct AskedPrompt {
+    pub(crate) tokens: PromptTokens,
+    /// For each chunk, the name of the document of the library that it is, or `None` for text between documents. Empty
+    /// without a library.
+    pub(crate) documents: Vec<Option<String>>,
+}
+
+impl From<PromptTokens> for AskedPrompt {
+    fn from(tokens: PromptTokens) -> Self {
+        Self { tokens, documents: Vec::new() }
+    }
 }
 
 // Decision: docs/decisions/models.md#a-prompt-is-split-only-on-request
@@ -62,7 +80,8 @@ impl RunPrompts {
         };
         let files = args.warm_file.iter().map(|path| text_of(path));
         let warm = args.warm.iter().cloned().map(Ok).chain(files).collect::<Result<_>>()?;
-        Ok(Self { form, text, warm })
+        let library = args.library.as_deref().map(LibraryFolder::read).transpose()?;
+        Ok(Self { form, text, warm, library })
     }
 
     /// Returns a prompt about documents, in the form that a run with this system prompt has.
@@ -73,11 +92,11 @@ impl RunPrompts {
         } else {
             Form::Raw { system, documents }
         };
-        Self { form, text: "?".to_owned(), warm: Vec::new() }
+        Self { form, text: "?".to_owned(), warm: Vec::new(), library: None }
     }
 
     /// Returns the tokens of the prompt.
-    pub(crate) fn asked(&self, codec: &TextCodec) -> Result<PromptTokens> {
+    pub(crate) fn asked(&self, codec: &TextCodec) -> Result<AskedPrompt> {
         match &self.form {
             Form::Chat(ChatForm { last: Some(last), .. }) => self.chat_tokens(codec, last.clone()),
             _ => self.tokens(codec, &self.text),
@@ -89,20 +108,15 @@ impl RunPrompts {
         &'a self,
         codec: &'a TextCodec,
     ) -> impl Iterator<Item = Result<PromptTokens>> + 'a {
-        self.warm.iter().map(|text| self.tokens(codec, text))
+        self.warm.iter().map(|text| Ok(self.tokens(codec, text)?.tokens))
     }
 
-    /// Returns true if the prompt has documents.
-    pub(super) fn has_documents(&self) -> bool {
-        match &self.form {
-            Form::Cut { separator, .. } => self.text.matches(separator.as_str()).count() > 1,
-            Form::Raw { documents, .. } | Form::Chat(ChatForm { documents, .. }) => !documents.is_empty(),
+    /// Says which documents of the library the prompt contains, or explains why the separator did not split the prompt:
+    /// none was given, or it occurs fewer than two times.
+    pub(super) fn note(&self, asked: &AskedPrompt) -> Option<String> {
+        if let Some(library) = &self.library {
+            return Some(library.note(asked));
         }
-    }
-
-    /// Explains why the separator did not split the prompt: none was given, or it occurs fewer than two
-    /// times.
-    pub(super) fn note(&self) -> Option<String> {
         match &self.form {
             Form::Cut { separator, .. } => {
                 let how_often = match self.text.matches(separator.as_str()).count() {
@@ -127,13 +141,21 @@ impl RunPrompts {
         }
     }
 
-    fn tokens(&self, codec: &TextCodec, text: &str) -> Result<PromptTokens> {
+    fn tokens(&self, codec: &TextCodec, text: &str) -> Result<AskedPrompt> {
         match &self.form {
-            Form::Cut { separator, chat: true } => Ok(PromptTokens::split_chat(codec, text, separator)?),
-            Form::Cut { separator, chat: false } => Ok(PromptTokens::split(codec, text, separator, true)?),
+            Form::Cut { separator, chat: true } => {
+                Ok(PromptTokens::split_chat(codec, text, separator)?.into())
+            }
+            Form::Cut { separator, chat: false } => {
+                Ok(PromptTokens::split(codec, text, separator, true)?.into())
+            }
             Form::Raw { system, documents } if documents.is_empty() => {
                 let system = system.as_deref().map(document_text).unwrap_or_default();
-                Ok(PromptTokens::Plain(codec.encode(&format!("{system}{text}"), true)?))
+                let text = format!("{system}{text}");
+                match &self.library {
+                    Some(library) => library.cut(codec, &text, true),
+                    None => Ok(PromptTokens::Plain(codec.encode(&text, true)?).into()),
+                }
             }
             Form::Raw { system, documents } => {
                 let system = system.as_deref().map(document_text).unwrap_or_default();
@@ -141,24 +163,29 @@ impl RunPrompts {
                     return Err(Error::NoSystem);
                 }
                 let documents = documents.iter().map(String::as_str);
-                Ok(PromptTokens::from_parts(codec, &system, documents, text, true)?)
+                Ok(PromptTokens::from_parts(codec, &system, documents, text, true)?.into())
             }
             Form::Chat(_) => self.chat_tokens(codec, Message::new(Role::User, text)),
         }
     }
 
     /// Returns the tokens of the conversation with this last message.
-    fn chat_tokens(&self, codec: &TextCodec, last: Message) -> Result<PromptTokens> {
+    fn chat_tokens(&self, codec: &TextCodec, last: Message) -> Result<AskedPrompt> {
         let Form::Chat(ChatForm { earlier, documents, file, .. }) = &self.form else {
             return self.tokens(codec, &last.text());
         };
         let messages: Vec<Message> = earlier.iter().cloned().chain([last]).collect();
-        let documents = documents.iter().map(String::as_str);
-        let tokens = PromptTokens::from_conversation(codec, &messages, documents);
-        tokens.map_err(|source| match file {
+        let wrong = |source| match file {
             Some(path) => Error::Messages { path: path.clone(), source },
             None => source.into(),
-        })
+        };
+        if let Some(library) = &self.library {
+            let text = codec.conversation_text(&messages).map_err(|error| wrong(error.into()))?;
+            return library.cut(codec, &text, false);
+        }
+        let documents = documents.iter().map(String::as_str);
+        let tokens = PromptTokens::from_conversation(codec, &messages, documents).map_err(wrong)?;
+        Ok(tokens.into())
     }
 }
 

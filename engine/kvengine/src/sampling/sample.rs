@@ -9,6 +9,7 @@ use std::sync::Arc;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
+use crate::constraint::TokenMask;
 use crate::request::Sampling;
 
 /// A sampler: the settings, the tokens seen so far and the state of the random generator.
@@ -95,9 +96,31 @@ impl Sampler {
         }
         self.scores.clear();
         self.scores.extend(logits.iter().map(|&x| if x.is_nan() { f32::NEG_INFINITY } else { x }));
+        self.choose()
+    }
+
+    /// Chooses one of the `allowed` tokens, as [`sample`](Self::sample) chooses one of all tokens. The other tokens count
+    /// as excluded from the start. Returns `None` if no allowed token can be chosen, because a bias excludes it or its
+    /// logit is not a number.
+    pub fn sample_among(&mut self, logits: &[f32], allowed: &TokenMask) -> Option<u32> {
+        self.scores.clear();
+        self.scores.resize(logits.len(), f32::NEG_INFINITY);
+        for token in allowed.tokens() {
+            let Some((score, &logit)) = self.scores.get_mut(token as usize).zip(logits.get(token as usize))
+            else {
+                break;
+            };
+            *score = if logit.is_nan() { f32::NEG_INFINITY } else { logit };
+        }
+        let chosen = self.choose();
+        (self.scores.get(chosen as usize).is_some_and(|score| *score > f32::NEG_INFINITY)).then_some(chosen)
+    }
+
+    /// Chooses a token from the scores.
+    fn choose(&mut self) -> u32 {
         self.penalize();
         let max = self.max();
-        if greedy || !max.is_finite() {
+        if self.sampling.temperature <= 0.0 || !max.is_finite() {
             return argmax(&self.scores);
         }
         // Differences from the largest score keep it finite, however small the temperature is.
@@ -331,6 +354,41 @@ mod tests {
         assert_eq!(biased(&[]), 1);
         assert_eq!(biased(&[(1, f32::NEG_INFINITY)]), 2);
         assert_eq!(biased(&[(0, 100.0), (9, 1000.0)]), 0);
+    }
+
+    #[rstest]
+    #[case::greedy(Sampling::GREEDY)]
+    #[case::drawn(NEUTRAL)]
+    #[case::filtered(Sampling { top_k: 2, top_p: 0.9, min_p: 0.1, ..NEUTRAL })]
+    #[case::penalised(Sampling { repetition_penalty: 3.0, presence_penalty: 2.0, ..NEUTRAL })]
+    fn a_choice_among_some_tokens_is_the_choice_without_the_others(#[case] sampling: Sampling) {
+        let logits = [5.0, 1.0, f32::NAN, 1.5, 9.0, 0.5, f32::INFINITY];
+        let (allowed, kept) = ([1, 2, 3, 5, 80], [1, 3, 5]);
+        let mut others = logits;
+        for token in [0, 4, 6] {
+            others[token] = f32::NEG_INFINITY;
+        }
+        let (mut among, mut all) = (Sampler::new(sampling), Sampler::new(sampling));
+        for _ in 0..300 {
+            let token = among.sample_among(&logits, &allowed.into_iter().collect()).unwrap();
+            assert!(kept.contains(&token));
+            assert_eq!(token, all.sample(&others));
+            among.chose(token);
+            all.chose(token);
+        }
+    }
+
+    #[test]
+    fn nothing_is_chosen_among_tokens_that_are_excluded() {
+        let among = |bias: &[(u32, f32)], allowed: &[u32]| {
+            let mut sampler = Sampler::new(NEUTRAL).with_bias(bias.into());
+            sampler.sample_among(&[1.0, f32::NAN, 3.0], &allowed.iter().copied().collect())
+        };
+        assert_eq!(among(&[(0, f32::NEG_INFINITY)], &[0, 2]), Some(2));
+        assert_eq!(among(&[(0, f32::NEG_INFINITY)], &[0, 1]), None);
+        assert_eq!(among(&[(1, 100.0)], &[1, 7]), None);
+        assert_eq!(among(&[(2, 100.0)], &[]), None);
+        assert_eq!(among(&[(2, 100.0)], &[0]), Some(0), "a bias does not allow a token");
     }
 
     #[test]

@@ -44,7 +44,9 @@ impl LiveRequest {
         let most = self.request.lookup.min(most);
         let branch = &mut self.branches[branch];
         branch.draft.clear();
-        if most == 0 || self.request.beams.is_some() || self.request.forced.is_some() {
+        // What may follow a guess is not known before the guess is chosen.
+        let chosen_otherwise = self.request.beams.is_some() || self.request.forced.is_some();
+        if most == 0 || chosen_otherwise || self.request.constraint.is_some() {
             return 0;
         }
         // The answer also needs room for the token chosen without a guess, and every guess needs a position.
@@ -68,7 +70,7 @@ impl LiveRequest {
         self.branches[branch].drafted += self.branches[branch].draft.len();
         for (i, row) in range.enumerate() {
             let Some(logits) = rows.row(row) else { break };
-            self.choose(runner, branch, logits);
+            self.choose(runner, branch, logits)?;
             let branch = &mut self.branches[branch];
             if branch.over || branch.draft.get(i) != branch.tokens.last() {
                 break;

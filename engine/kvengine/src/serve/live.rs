@@ -10,6 +10,7 @@ use super::answer::{AnswerEvent, AnswerSender, RequestId};
 use super::beams::Beams;
 use super::bounds::PageBounds;
 use super::disk::DiskFetch;
+use crate::constraint::ConstraintState;
 use crate::error::Error;
 use crate::prompt::LivePrompt;
 use crate::request::{FinishReason, Generation, Request, TokenLogprobs};
@@ -78,6 +79,10 @@ pub(super) struct Branch {
     pub(super) logits: Vec<Vec<f32>>,
     /// The log-probabilities of the answer's tokens, if the request asks for them.
     pub(super) logprobs: Vec<TokenLogprobs>,
+    /// The constraint that the answer obeys.
+    pub(super) constraint: Option<ConstraintState>,
+    /// The logits after the last token, while it is not known which tokens may follow.
+    pub(super) late: Option<Vec<f32>>,
     /// The forced answer, once the prompt is computed.
     pub(super) forced: Option<Vec<u32>>,
     /// The score of the answer, if it was found by a beam search.
@@ -107,6 +112,8 @@ impl Branch {
             sampler,
             logits: Vec::new(),
             logprobs: Vec::new(),
+            constraint: None,
+            late: None,
             forced: None,
             score: None,
             ttft: None,
@@ -129,6 +136,8 @@ impl Branch {
     /// Marks all of the sample's tokens as not computed. Must be called after the sample's sequence is freed.
     pub(super) fn forget(&mut self) {
         (self.computed, self.input, self.swapped) = (0, None, None);
+        // The last token is computed again, and gives the same logits.
+        self.late = None;
         self.bounds = PageBounds::default();
         self.draft.clear();
         if self.forced.is_some() {

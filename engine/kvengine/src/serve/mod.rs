@@ -21,6 +21,7 @@ mod admit;
 mod answer;
 mod beams;
 mod bounds;
+mod constrained;
 mod disk;
 mod draft;
 mod feed;

@@ -6,9 +6,11 @@ use kvcore::{SequenceInput, WriteSlots};
 use kvmodel::LogitRows;
 
 use super::answer::AnswerEvent;
+use super::constrained::next_tokens;
 use super::feed::Feed;
 use super::live::{Branch, LiveRequest};
 use super::numbers::are_numbers;
+use crate::constraint::{ConstraintState, NextTokens};
 use crate::error::{Error, Result};
 use crate::request::{FinishReason, Sampling};
 use crate::runner::Runner;
@@ -115,11 +117,7 @@ impl LiveRequest {
         }
         match rows.row(range.start) {
             Some(logits) if self.request.beams.is_some() => self.follow(runner, branch, logits),
-            Some(logits) if it.answer().is_empty() => self.begin_answer(runner, logits),
-            Some(logits) => {
-                self.choose(runner, branch, logits);
-                Ok(())
-            }
+            Some(logits) => self.take_logits(runner, branch, logits),
             None => Ok(()),
         }
     }
@@ -136,11 +134,11 @@ impl LiveRequest {
         if branch.over || branch.left() > 0 {
             return Ok(());
         }
-        self.begin_answer(runner, logits)
+        self.take_logits(runner, 0, logits)
     }
 
     /// Starts the answer from the logits after the prompt.
-    fn begin_answer(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
+    pub(super) fn begin_answer(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
         if let Some((retention, sequence)) = self.request.retention.zip(self.branches[0].sequence) {
             runner.caches.sequences.retain(sequence, retention)?;
         }
@@ -154,24 +152,42 @@ impl LiveRequest {
         Ok(())
     }
 
-    /// Chooses a branch's next token from its logits, and ends the branch if this token is the last.
-    pub(super) fn choose(&mut self, runner: &Runner, branch: usize, logits: &[f32]) {
+    /// Chooses a branch's next token from its logits, and ends the branch if this token is the last. If the request
+    /// has a constraint, the tokens that may follow must be known.
+    ///
+    /// # Errors
+    /// Returns [`Error::Constraint`] if none of the tokens that may follow can be chosen.
+    pub(super) fn choose(&mut self, runner: &Runner, branch: usize, logits: &[f32]) -> Result<()> {
         if self.request.max_new_tokens == 0 {
             self.end(branch, FinishReason::Length);
-            return;
+            return Ok(());
         }
         let it = &mut self.branches[branch];
-        let token = it.sampler.sample(logits);
+        let token = match it.constraint.as_ref().map(next_tokens).transpose()? {
+            None => it.sampler.sample(logits),
+            Some(NextTokens::OneOf(mask)) => it.sampler.sample_among(logits, mask).ok_or_else(|| {
+                let reason = "logit_bias excludes every token that may follow; leave some of them";
+                Error::Constraint(reason.to_owned())
+            })?,
+            Some(NextTokens::Complete) => {
+                it.ttft.get_or_insert_with(|| self.submitted.elapsed());
+                self.end(branch, FinishReason::Stop);
+                return Ok(());
+            }
+        };
         it.ttft.get_or_insert_with(|| self.submitted.elapsed());
         if self.request.keep_logits {
             it.logits.push(logits.to_vec());
         }
         if !self.request.ignore_end && runner.model.config().eos.contains(&token) {
             self.end(branch, FinishReason::Stop);
-            return;
+            return Ok(());
         }
         it.tokens.push(token);
         it.sampler.chose(token);
+        if let Some(constraint) = &mut it.constraint {
+            constraint.advance(token);
+        }
         let logprobs = self.request.logprobs.map(|most| token_logprobs(logits, token, most));
         it.logprobs.extend(logprobs.clone());
         let logprobs = logprobs.map(Box::new);
@@ -179,6 +195,7 @@ impl LiveRequest {
         if it.answer().len() == self.request.max_new_tokens || it.end() > runner.longest() as i64 {
             self.end(branch, FinishReason::Length);
         }
+        Ok(())
     }
 
     /// Chooses the first token of every sample from the logits after the prompt. The samples share the
@@ -193,12 +210,10 @@ impl LiveRequest {
             let bias = self.request.logit_bias.clone();
             let mut sampler = Sampler::new(Sampling { seed, ..sampling }).with_bias(bias);
             sampler.see(self.request.prompt.iter());
-            let branch = Branch { sample, ..first.twin(Some(twin), sampler) };
+            let constraint = first.constraint.as_ref().and_then(ConstraintState::fork);
+            let branch = Branch { sample, constraint, ..first.twin(Some(twin), sampler) };
             self.branches.push(branch);
         }
-        for branch in 0..self.branches.len() {
-            self.choose(runner, branch, logits);
-        }
-        Ok(())
+        (0..self.branches.len()).try_for_each(|branch| self.choose(runner, branch, logits))
     }
 }

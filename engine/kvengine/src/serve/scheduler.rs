@@ -1,6 +1,7 @@
 //! The scheduler, which holds an engine's requests and the memory that steps reuse.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::PoolCounts;
@@ -12,6 +13,7 @@ use super::known::KnownPrefixes;
 use super::live::{LiveRequest, ServiceRank};
 use super::swap::{PreemptionCosts, SwapSpace};
 use crate::config::{EngineConfig, Scheduling};
+use crate::constraint::ConstraintWorkers;
 
 /// The maximum of each configured limit. It is larger than any pass, and small enough that sums do not
 /// overflow.
@@ -40,6 +42,8 @@ pub(crate) struct Scheduler {
     pub(super) swap: SwapSpace,
     /// The blocks of prompts that were computed.
     pub(super) known: KnownPrefixes,
+    /// The workers of constraints, once a request has one.
+    pub(super) workers: Option<Arc<ConstraintWorkers>>,
 }
 
 /// An observer, and the ID of the request that it watches.
@@ -117,6 +121,7 @@ impl Scheduler {
             swaps: 0,
             swap: SwapSpace::new(swap_memory),
             known: KnownPrefixes::default(),
+            workers: None,
         }
     }
 

@@ -53,6 +53,7 @@ impl Scheduler {
         let mut watch = Watch { id: observed, observer, unwatched: () };
         let (started, before) = (Instant::now(), self.times.model);
         self.end_some(runner);
+        self.choose_late(runner);
         self.plan.blended = 0;
         self.plan(runner, &mut watch);
         let mut tokens = self.plan.blended;
@@ -109,7 +110,7 @@ impl Scheduler {
     }
 
     /// Ends a running request with an error.
-    fn fail(&mut self, runner: &mut Runner, at: usize, error: Error) {
+    pub(super) fn fail(&mut self, runner: &mut Runner, at: usize, error: Error) {
         self.moving.insert(self.running.remove(at)).withdraw(runner);
         if let Some(live) = self.moving.take() {
             live.sender.fail(error);
@@ -117,7 +118,7 @@ impl Scheduler {
     }
 
     /// Frees the blocks of requests and samples that have ended.
-    fn remove_ended(&mut self, runner: &mut Runner) {
+    pub(super) fn remove_ended(&mut self, runner: &mut Runner) {
         self.running.retain_mut(|live| {
             for at in 0..live.branches.len() {
                 if live.branches[at].over {
@@ -253,11 +254,12 @@ impl Scheduler {
         runner.forward(ropes, batch, observer)
     }
 
-    /// Waits briefly for a part that another engine is computing, or for a disk. Called when there is nothing else to do.
+    /// Waits briefly for a part that another engine is computing, for a constraint, or for a disk. Called when there is
+    /// nothing else to do.
     fn pause(&self) {
         if let Some(waiter) = self.running.iter().find_map(|live| live.prompt.waiter()) {
             waiter.wait_for(PAUSE);
-        } else {
+        } else if !self.wait_for_constraint(PAUSE) {
             self.wait_for_disk(PAUSE);
         }
     }

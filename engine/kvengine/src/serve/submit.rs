@@ -1,15 +1,18 @@
 //! Submission: checks a request before anything is computed.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvchunk::PositionPlan;
 use kvcore::{CacheKind, GroupKind};
 
 use super::answer::{self, Answer, RequestId};
+use super::constrained;
 use super::disk::DiskFetch;
 use super::live::{Branch, LiveRequest};
 use super::scheduler::Scheduler;
+use crate::constraint::{ConstraintState, ConstraintWorkers};
 use crate::error::{Error, Result};
 use crate::prompt::LivePrompt;
 use crate::request::Request;
@@ -49,7 +52,11 @@ impl Scheduler {
             _ => Vec::new(),
         };
         let prompt = LivePrompt::new(ropes, keys, plan);
-        let first = Branch::new(tokens, prompt.start(), sampler);
+        let constraint = request.constraint.clone().map(|constraint| {
+            let workers = self.workers.get_or_insert_with(|| Arc::new(ConstraintWorkers::new()));
+            ConstraintState::start(Arc::clone(workers), constraint)
+        });
+        let first = Branch { constraint, ..Branch::new(tokens, prompt.start(), sampler) };
         let live = LiveRequest {
             id,
             deadline: limit.map(|limit| now.saturating_add(limit)),
@@ -110,6 +117,7 @@ fn check_settings(runner: &Runner, request: &Request) -> Result<()> {
             return Err(Error::Pages("blocks are chosen from one pool for all layers; use a paged cache"));
         }
     }
+    constrained::check(request)?;
     if let Some(beams) = request.beams {
         beams.check(request)?;
     }

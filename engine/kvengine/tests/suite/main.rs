@@ -11,6 +11,7 @@ mod changed_files;
 #[path = "../../../kvmodel/tests/suite/common.rs"]
 #[allow(dead_code, reason = "the suite of kvmodel uses the rest")]
 mod common;
+mod constraints;
 mod crowd;
 mod decoys;
 mod devices;
@@ -27,6 +28,7 @@ mod faulty;
 mod flops;
 mod giving_way;
 mod groups;
+mod guided;
 mod little_index;
 mod numbers;
 mod outgrown;

@@ -1,6 +1,6 @@
 //! Parses the config.json of Hugging Face transformers, versions 4 and 5.
 
-use kvcore::{Pairing, RopeConfig};
+use kvcore::{KvExtents, KvFormat, Pairing, RopeConfig};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -171,6 +171,25 @@ impl ModelConfig {
             mlp_bias: false,
             eos: Vec::new(),
         })
+    }
+
+    /// Returns the extents of a cache for a model with this config.
+    ///
+    /// With latent attention, a token has one row in each plane: the rotated part in K and the latent in V.
+    pub fn kv_extents(&self, format: impl Into<KvFormat>) -> KvExtents {
+        let (heads, k_dim, v_dim) = match self.latent {
+            Some(latent) => (1, latent.qk_rope_head_dim, latent.kv_lora_rank),
+            None => (self.kv_heads, self.head_dim, self.head_dim),
+        };
+        KvExtents {
+            num_layers: self.num_layers(),
+            k_heads: heads,
+            v_heads: heads,
+            k_dim,
+            v_dim,
+            max_positions: self.max_positions,
+            format: format.into(),
+        }
     }
 
     /// Returns the total feed-forward width that a token uses in a layer: the dense width, or the sum of the

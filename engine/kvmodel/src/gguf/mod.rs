@@ -16,6 +16,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::config::ModelConfig;
 use crate::dense::{Dense, FileAccess, WeightFile, WeightFormat};
 use crate::error::{Error, Result, WeightProblem};
 use crate::model::Model;
@@ -50,15 +51,31 @@ pub(crate) fn load(
     dense: Arc<dyn Dense>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<(Model, TextCodec, Vec<String>)> {
-    read(path, (format, access), dense, progress).map_err(|failure| {
-        let reason = match failure {
-            GgufFailure::Io(source) => return Error::Io { path: path.to_owned(), source },
-            GgufFailure::Wrong(reason) | GgufFailure::Other(Error::Config(reason)) => reason,
-            GgufFailure::Other(Error::Tokenizer(reason)) => format!("the tokenizer in its fields: {reason}"),
-            GgufFailure::Other(error) => return error,
-        };
-        Error::Gguf { path: path.to_owned(), reason }
-    })
+    read(path, (format, access), dense, progress).map_err(|failure| in_file(path, failure))
+}
+
+/// Reads the config in the header of a file. The tensors need not be there.
+///
+/// # Errors
+/// Returns the errors of [`load`] that concern the header.
+pub(crate) fn read_config(path: &Path) -> Result<ModelConfig> {
+    let read = || {
+        let mut file = std::fs::File::open(path).map_err(GgufFailure::Io)?;
+        let length = file.metadata().map_err(GgufFailure::Io)?.len();
+        config::config(&Header::read(&mut FieldReader::new(&mut file, length))?)
+    };
+    read().map_err(|failure| in_file(path, failure))
+}
+
+/// Adds the path to a failure.
+fn in_file(path: &Path, failure: GgufFailure) -> Error {
+    let reason = match failure {
+        GgufFailure::Io(source) => return Error::Io { path: path.to_owned(), source },
+        GgufFailure::Wrong(reason) | GgufFailure::Other(Error::Config(reason)) => reason,
+        GgufFailure::Other(Error::Tokenizer(reason)) => format!("the tokenizer in its fields: {reason}"),
+        GgufFailure::Other(error) => return error,
+    };
+    Error::Gguf { path: path.to_owned(), reason }
 }
 
 fn read(

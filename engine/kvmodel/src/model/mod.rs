@@ -231,24 +231,9 @@ impl Model {
         &self.identity
     }
 
-    /// Returns the extents of a cache for this model.
-    ///
-    /// With latent attention, a token has one row in each plane: the rotated part in K and the latent in V.
+    /// Returns the extents of a cache for this model; see [`ModelConfig::kv_extents`].
     pub fn kv_extents(&self, format: impl Into<KvFormat>) -> KvExtents {
-        let c = &self.config;
-        let (heads, k_dim, v_dim) = match c.latent {
-            Some(latent) => (1, latent.qk_rope_head_dim, latent.kv_lora_rank),
-            None => (c.kv_heads, c.head_dim, c.head_dim),
-        };
-        KvExtents {
-            num_layers: c.num_layers(),
-            k_heads: heads,
-            v_heads: heads,
-            k_dim,
-            v_dim,
-            max_positions: c.max_positions,
-            format: format.into(),
-        }
+        self.config.kv_extents(format)
     }
 }
 

@@ -15,7 +15,7 @@ use crate::error::Result;
 
 /// The text that stands for everything before the tokens that are being decoded. It is long enough for decoders
 /// that remove characters from the start, and for UTF-8, in which a character has at most four bytes.
-const BEFORE: &str = "aaaa";
+pub(super) const BEFORE: &str = "aaaa";
 /// The maximum number of pending tokens if the tokens are bytes of text.
 const MOST_PENDING: usize = 8;
 /// The number of pending tokens to keep after that. Each has at least one byte. Three bytes after any byte,
@@ -24,7 +24,7 @@ const KEPT: usize = 4;
 
 /// The tokens on which a token's text may depend, besides the first one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Reach {
+pub(super) enum Reach {
     /// None: each token has its own text.
     Token,
     /// The run of byte tokens, such as `<0x0A>`, that the token belongs to. If the bytes of a run are not valid
@@ -63,6 +63,10 @@ impl<'a> IncrementalDecoder<'a> {
         Self { codec, reach, before, pending: Vec::new(), given: 0, begun: false }
     }
 
+    pub(super) fn codec(&self) -> &'a TextCodec {
+        self.codec
+    }
+
     /// Adds the answer's next token. Returns the text that has become final.
     ///
     /// # Errors
@@ -71,7 +75,7 @@ impl<'a> IncrementalDecoder<'a> {
         let Some(token) = self.codec.shown(token) else { return Ok(String::new()) };
         let open = match self.reach {
             Reach::Everything => true,
-            Reach::Run => is_byte(&token),
+            Reach::Run => byte_of(&token).is_some(),
             // A token without bytes does not belong to a character.
             Reach::Character if token.is_empty() => return Ok(String::new()),
             Reach::Character | Reach::Token => false,
@@ -126,14 +130,14 @@ impl<'a> IncrementalDecoder<'a> {
 impl TextCodec {
     /// Returns the token as its tokenizer writes it, or `None` if the token is special or unknown, so that it
     /// has no text.
-    fn shown(&self, token: u32) -> Option<String> {
+    pub(super) fn shown(&self, token: u32) -> Option<String> {
         let text = self.tokenizer.id_to_token(token)?;
         let special = self.tokenizer.get_added_vocabulary().is_special_token(&text);
         (!special).then_some(text)
     }
 
     /// Decodes tokens as their tokenizer writes them.
-    fn join(&self, tokens: Vec<String>) -> Result<String> {
+    pub(super) fn join(&self, tokens: Vec<String>) -> Result<String> {
         match self.tokenizer.get_decoder() {
             Some(decoder) => guarded(|| decoder.decode(tokens)),
             None => Ok(tokens.join(" ")),
@@ -141,7 +145,7 @@ impl TextCodec {
     }
 
     /// Returns the tokens on which a token's text may depend.
-    fn reach(&self) -> Reach {
+    pub(super) fn reach(&self) -> Reach {
         let mut steps = Vec::new();
         if let Some(decoder) = self.tokenizer.get_decoder() {
             flatten(decoder, &mut steps);
@@ -175,10 +179,10 @@ fn flatten<'a>(decoder: &'a DecoderWrapper, steps: &mut Vec<&'a DecoderWrapper>)
     }
 }
 
-/// Returns true for a token that stands for a byte, such as `<0x0A>`.
-fn is_byte(token: &str) -> bool {
+/// Returns the byte that a token such as `<0x0A>` stands for.
+pub(super) fn byte_of(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
-    digits.is_some_and(|digits| digits.len() == 2 && u8::from_str_radix(digits, 16).is_ok())
+    digits.filter(|digits| digits.len() == 2).and_then(|digits| u8::from_str_radix(digits, 16).ok())
 }
 
 #[cfg(test)]
@@ -231,7 +235,7 @@ mod tests {
             ("<0xA>", false),
             ("<0xé>", false),
         ] {
-            assert_eq!(is_byte(token), byte, "{token}");
+            assert_eq!(byte_of(token).is_some(), byte, "{token}");
         }
     }
 }

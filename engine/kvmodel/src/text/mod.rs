@@ -13,6 +13,8 @@ mod jinja;
 mod message;
 mod stream;
 mod template;
+mod token_bytes;
+mod tools;
 mod variable;
 
 use std::path::Path;
@@ -23,6 +25,7 @@ use tokenizers::{AddedToken, Tokenizer};
 
 pub use message::{Message, Role};
 pub use stream::TextStream;
+pub use tools::{AnswerPart, ForcedCalls, ToolCall, ToolCallFormat, ToolCallParser};
 pub use variable::Variable;
 
 use crate::error::{Error, Result};
@@ -192,6 +195,16 @@ impl TextCodec {
         Ok(Self { template: self.template.clone().with_variables(variables)?, ..self.clone() })
     }
 
+    /// Returns the form in which the model writes calls of tools, as its chat template shows it.
+    pub fn tool_call_format(&self) -> ToolCallFormat {
+        ToolCallFormat::of(self.template.source().unwrap_or_default())
+    }
+
+    /// Returns true if the chat template writes the tools that it gets as the variable `tools`.
+    pub fn takes_tools(&self) -> bool {
+        self.template.source().is_some_and(|template| template.contains("tools"))
+    }
+
     /// Encodes a conversation in the model's chat template, up to the beginning of the answer, or, if the last
     /// message is the model's, up to the end of its text. The template writes its own special tokens, so none
     /// are added.
@@ -200,8 +213,16 @@ impl TextCodec {
     /// Returns [`Error::Messages`] if the last message cannot be answered ([`Message::check_answerable`]), and
     /// [`Error::Template`] if the template fails, rejects the conversation, or exceeds its budget.
     pub fn conversation(&self, messages: &[Message]) -> Result<Vec<u32>> {
+        self.encode(&self.conversation_text(messages)?, false)
+    }
+
+    /// Returns the text that [`conversation`](Self::conversation) encodes.
+    ///
+    /// # Errors
+    /// Returns the errors of [`conversation`](Self::conversation) that do not concern the tokens.
+    pub fn conversation_text(&self, messages: &[Message]) -> Result<String> {
         Message::check_answerable(messages)?;
-        self.encode(&self.template.render(messages)?, false)
+        self.template.render(messages)
     }
 
     /// Returns the text that the chat template writes before and after the content of a user's message that

@@ -38,6 +38,8 @@ pub struct TextStream<'a> {
     stop: Vec<String>,
     /// Tokens whose whole text is a stop string, with the string's index. Any such token ends the answer.
     stop_tokens: Vec<(u32, usize)>,
+    /// Special tokens whose text is shown.
+    shown: Vec<(u32, String)>,
     /// The text so far, without the stop string. Until the stop string is found, the text only grows.
     text: String,
     /// The length of the text that was already returned.
@@ -65,6 +67,7 @@ impl<'a> TextStream<'a> {
             decoder: IncrementalDecoder::new(codec),
             stop,
             stop_tokens,
+            shown: Vec::new(),
             text: String::new(),
             given: 0,
             searched: 0,
@@ -72,6 +75,17 @@ impl<'a> TextStream<'a> {
             found: None,
             failure: None,
         })
+    }
+
+    /// Shows special tokens, which answers do not contain otherwise, where their text is one of `marks`. Other strings
+    /// have no effect.
+    #[must_use]
+    pub fn showing<'m>(mut self, marks: impl IntoIterator<Item = &'m str>) -> Self {
+        let codec = self.decoder.codec();
+        let special =
+            marks.into_iter().filter_map(|mark| Some((codec.special_token(mark)?, mark.to_owned())));
+        self.shown.extend(special);
+        self
     }
 
     /// Checks stop strings before there is a text.
@@ -93,8 +107,12 @@ impl<'a> TextStream<'a> {
         }
         self.text += &self.decoder.push(token)?;
         let last = self.stop_tokens.iter().find(|(known, _)| *known == token).map(|(_, stop)| *stop);
-        if last.is_some() {
+        let shown = self.shown.iter().find(|(special, _)| *special == token).filter(|_| last.is_none());
+        if last.is_some() || shown.is_some() {
             self.text += &self.decoder.rest()?;
+        }
+        if let Some((_, mark)) = shown {
+            self.text += mark;
         }
         let fresh = self.settle(last.is_some());
         if last.is_some() && !self.stopped {
@@ -282,6 +300,20 @@ mod tests {
         assert_eq!(stream.push(256).unwrap(), "");
         assert!(stream.is_stopped() && stream.is_complete());
         assert_eq!(stream.stop_string(), Some("<end>"));
+    }
+
+    #[test]
+    fn a_special_token_is_shown_on_request() {
+        let codec = codec();
+        for (marks, text) in
+            [(&["<end>", "<other>"][..], "aé<end>\u{FFFD}<end>b"), (&["<other>"], "aé\u{FFFD}b")]
+        {
+            let stream = TextStream::new(&codec, ["no".to_owned()]).unwrap();
+            let mut stream = stream.showing(marks.iter().copied());
+            let tokens = [u32::from(b'a'), 0xC3, 0xA9, 256, 0xC3, 256, u32::from(b'b')];
+            let given: String = tokens.map(|token| stream.push(token).unwrap().to_owned()).concat();
+            assert_eq!(given + stream.rest().unwrap(), text);
+        }
     }
 
     #[test]

@@ -71,6 +71,14 @@ impl ChatTemplate {
         Self { source: TemplateSource::Text(text), place, ..self }
     }
 
+    /// Returns the source, if there is a template.
+    pub(super) fn source(&self) -> Option<&str> {
+        match &self.source {
+            TemplateSource::Text(text) => Some(text),
+            TemplateSource::Missing | TemplateSource::NoDefault(_) => None,
+        }
+    }
+
     /// Returns an error about this template.
     pub(super) fn failure(&self, reason: impl Into<String>) -> Error {
         Error::Template { place: self.place.clone(), reason: reason.into() }

@@ -648,6 +648,9 @@ class SamplingParams:
     max_tokens: int
     stop: list[str]
     ignore_eos: bool
+    json_schema: str | None
+    regex: str | None
+    grammar: str | None
     def __new__(
         cls,
         *,
@@ -662,6 +665,9 @@ class SamplingParams:
         max_tokens: int = 64,
         stop: Sequence[str] = ...,
         ignore_eos: bool = False,
+        json_schema: dict[str, object] | bool | str | None = None,
+        regex: str | None = None,
+        grammar: str | None = None,
     ) -> Self: ...
 
 @final

@@ -77,6 +77,8 @@ fn requests_are_drawn_in_parts(#[values(false, true)] reuses: bool) {
     assert_eq!(of_documents(&recent[2]), 0, "new");
     assert!(of_documents(&recent[1]) > 0, "again");
     assert_eq!(of_documents(&recent[0]) == of_documents(&recent[1]), reuses, "in another order");
+    assert_eq!(reports[2]["kv"]["prefix_missed"], "new");
+    assert_eq!(recent[2]["segments"][0]["reason"], "new");
     assert!(shown["first_token_ms"].as_f64().unwrap() > 0.0);
     assert_eq!(shown["totals"]["ended"], 3);
     let pools = shown["pools"].as_array().unwrap();
