@@ -38,6 +38,8 @@ pub(crate) struct Documents {
     pub(crate) separator: Option<String>,
     /// True if all text parts of the first message with several, except the last part, are documents.
     pub(crate) from_parts: bool,
+    /// True if registered documents are not looked for.
+    pub(crate) ignore_registered: bool,
 }
 
 /// A document of a request.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvchunk::Reuse;
-use kvengine::Engine;
+use kvengine::{Engine, LibraryLimits};
 use kvmodel::TextCodec;
 
 use crate::tenants::ApiKeys;
@@ -65,6 +65,10 @@ pub struct Limits {
     pub answer_tokens: Option<usize>,
     /// The maximum number of answers (`n`) per request.
     pub samples: usize,
+    /// The maximum number of registered documents per tenant.
+    pub documents: usize,
+    /// The maximum number of bytes in the texts of a tenant's registered documents.
+    pub document_bytes: usize,
     /// The time after which an answer ends with an error; `None` for no limit.
     pub answer_time: Option<Duration>,
     /// The time in which a client must send the head of a request, and then its body.
@@ -82,6 +86,8 @@ impl Default for Limits {
             requests: 1024,
             answer_tokens: None,
             samples: 128,
+            documents: LibraryLimits::default().documents,
+            document_bytes: LibraryLimits::default().bytes,
             answer_time: None,
             receive_time: Duration::from_secs(60),
             connections: 16_384,

@@ -30,7 +30,7 @@
 //! - `dialect`: translates requests of existing clients to [an internal one](ask), and replies back
 //! - `ask`, `prompt`, `reply`, `report`, `refusal`: the request, its tokens, its answer, what the answer says about its
 //!   prompt, and why there is none
-//! - `service`, `engine_thread`, `metrics`, `tenants`: what handlers share
+//! - `service`, `engine_thread`, `library`, `metrics`, `tenants`: what handlers share
 //! - `page`: the page for people, with the last requests
 //! - `body`, `routes`, `server`: HTTP
 //! - `config`, `error`: the settings of a server, and its errors
@@ -43,6 +43,7 @@ mod config;
 mod dialect;
 mod engine_thread;
 mod error;
+mod library;
 mod metrics;
 mod page;
 mod prompt;

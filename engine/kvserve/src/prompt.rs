@@ -1,20 +1,38 @@
 //! Turns the prompt of a request into tokens: finds its documents, and puts them where they are found again.
 
+use std::ops::Range;
+
 use kvchunk::Error as ChunkError;
-use kvengine::{Error as EngineError, PromptTokens, document_text};
+use kvengine::{CutPrompt, Error as EngineError, PromptTokens, document_text};
 use kvmodel::{Error as ModelError, Message, Role, TextCodec};
 
 use crate::ask::{AskedPrompt, Document, Documents};
+use crate::library::SharedLibrary;
 use crate::refusal::Refusal;
 
 /// A prompt as tokens.
 #[derive(Debug)]
 pub(crate) struct BuiltPrompt {
     pub(crate) tokens: PromptTokens,
-    /// The names of the documents, in the order of the prompt's chunks.
-    pub(crate) ids: Vec<String>,
+    /// The documents, in the order of the prompt's chunks.
+    pub(crate) parts: Vec<PartName>,
     /// Why documents cannot be reused, although the prompt has some.
     pub(crate) not_reusable: Option<&'static str>,
+}
+
+/// The name of a document in a prompt.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct PartName {
+    pub(crate) id: String,
+    /// The bytes of the prompt's text in which a registered document was found.
+    pub(crate) span: Option<Range<usize>>,
+}
+
+impl PartName {
+    /// Returns the first byte of the document in the prompt's text, and the byte behind it.
+    pub(crate) fn bytes(&self) -> Option<[usize; 2]> {
+        self.span.as_ref().map(|span| [span.start, span.end])
+    }
 }
 
 /// The places and texts of a prompt's documents.
@@ -32,6 +50,7 @@ pub(crate) fn build(
     codec: &TextCodec,
     prompt: AskedPrompt,
     documents: Documents,
+    library: Option<&SharedLibrary>,
 ) -> Result<BuiltPrompt, Refusal> {
     if documents.separator.is_some() && !documents.given.is_empty() {
         return Err(Refusal::field("separator", "give documents or a separator, not both"));
@@ -44,17 +63,36 @@ pub(crate) fn build(
             }
             Ok(BuiltPrompt::plain(tokens))
         }
-        AskedPrompt::Text(text) => of_text(codec, text, documents),
+        AskedPrompt::Text(text) => of_text(codec, text, documents, library),
         AskedPrompt::Conversation { messages, variables } => {
             let codec = codec.with_variables(variables)?;
-            of_conversation(&codec, messages, documents)
+            of_conversation(&codec, messages, documents, library)
         }
     }
 }
 
 impl BuiltPrompt {
     fn plain(tokens: Vec<u32>) -> Self {
-        Self { tokens: PromptTokens::Plain(tokens), ids: Vec::new(), not_reusable: None }
+        Self { tokens: PromptTokens::Plain(tokens), parts: Vec::new(), not_reusable: None }
+    }
+
+    /// Returns a prompt that is cut at the registered documents in its text. `special` is true for a text that is not the
+    /// template's.
+    fn around(
+        codec: &TextCodec,
+        text: &str,
+        special: bool,
+        library: Option<&SharedLibrary>,
+    ) -> Result<Self, Refusal> {
+        let found = library.map(|library| library.lock().find(text)).unwrap_or_default();
+        let places: Vec<Range<usize>> = found.iter().map(|found| found.range.clone()).collect();
+        let CutPrompt { tokens, chunks } = PromptTokens::around(codec, text, &places, special)?;
+        let part = |(number, document): (usize, Option<usize>)| match document.and_then(|at| found.get(at)) {
+            Some(found) => PartName { id: found.id.to_string(), span: Some(found.range.clone()) },
+            None => PartName { id: format!("text {}", number + 1), span: None },
+        };
+        let parts = chunks.into_iter().enumerate().map(part).collect();
+        Ok(Self { tokens, parts, not_reusable: None })
     }
 
     /// Returns a prompt with all documents in place, of which none can be found again.
@@ -63,7 +101,12 @@ impl BuiltPrompt {
     }
 }
 
-fn of_text(codec: &TextCodec, text: String, documents: Documents) -> Result<BuiltPrompt, Refusal> {
+fn of_text(
+    codec: &TextCodec,
+    text: String,
+    documents: Documents,
+    library: Option<&SharedLibrary>,
+) -> Result<BuiltPrompt, Refusal> {
     let (system, documents, question) = match documents.separator.as_deref() {
         Some(separator) => match pieces(&text, separator)? {
             Some((lead, documents, question)) => (lead.to_owned(), documents, question.to_owned()),
@@ -73,7 +116,7 @@ fn of_text(codec: &TextCodec, text: String, documents: Documents) -> Result<Buil
         None => (String::new(), documents.given, text),
     };
     if documents.is_empty() {
-        return Ok(BuiltPrompt::plain(codec.encode(&format!("{system}{question}"), true)?));
+        return BuiltPrompt::around(codec, &format!("{system}{question}"), true, library);
     }
     check_documents(&documents)?;
     let texts: Vec<_> = documents.iter().map(|document| document_text(&document.text)).collect();
@@ -83,7 +126,7 @@ fn of_text(codec: &TextCodec, text: String, documents: Documents) -> Result<Buil
     }
     let texts = texts.iter().map(AsRef::as_ref);
     let tokens = PromptTokens::from_parts(codec, &system, texts, &question, true).map_err(refused)?;
-    Ok(BuiltPrompt { tokens, ids: names(documents), not_reusable: None })
+    Ok(BuiltPrompt { tokens, parts: names(documents), not_reusable: None })
 }
 
 // Decision: docs/decisions/serve.md#documents-stand-in-front-of-the-conversation
@@ -91,18 +134,19 @@ fn of_conversation(
     codec: &TextCodec,
     mut messages: Vec<Message>,
     documents: Documents,
+    library: Option<&SharedLibrary>,
 ) -> Result<BuiltPrompt, Refusal> {
     Message::check_answerable(&messages).map_err(wrong_messages)?;
     let Cut { documents, place } = cut(&mut messages, documents)?;
     if documents.is_empty() {
-        let tokens = codec.conversation(&messages).map_err(wrong_messages)?;
-        return Ok(BuiltPrompt::plain(tokens));
+        let text = codec.conversation_text(&messages).map_err(wrong_messages)?;
+        return BuiltPrompt::around(codec, &text, false, library);
     }
     check_documents(&documents)?;
     let texts: Vec<_> = documents.iter().map(|document| document_text(&document.text)).collect();
     let around = PromptTokens::conversation_around(codec, &messages, place, texts.iter().map(AsRef::as_ref));
     let reason = match around {
-        Ok(tokens) => return Ok(BuiltPrompt { tokens, ids: names(documents), not_reusable: None }),
+        Ok(tokens) => return Ok(BuiltPrompt { tokens, parts: names(documents), not_reusable: None }),
         Err(EngineError::Chunk(ChunkError::EmptyPart { part })) if part == "system prompt" => NO_SYSTEM,
         // The template may refuse the conversation itself. In that case, it does so again below.
         Err(EngineError::Model(ModelError::Template { .. })) => TEMPLATE,
@@ -184,8 +228,8 @@ fn check_documents(documents: &[Document]) -> Result<(), Refusal> {
     }
 }
 
-fn names(documents: Vec<Document>) -> Vec<String> {
-    documents.into_iter().map(|document| document.id).collect()
+fn names(documents: Vec<Document>) -> Vec<PartName> {
+    documents.into_iter().map(|document| PartName { id: document.id, span: None }).collect()
 }
 
 fn refused(error: EngineError) -> Refusal {

@@ -119,6 +119,7 @@ fn kind_of(error: &EngineError) -> Kind {
         | EngineError::Model(ModelError::TextTooLong { .. }) => Kind::TooLong,
         EngineError::Sampling { .. }
         | EngineError::EmptyPrompt
+        | EngineError::ShortDocument { .. }
         | EngineError::TooManyAnswers { .. }
         | EngineError::Samples { .. }
         | EngineError::Beams(_)
@@ -135,7 +136,9 @@ fn kind_of(error: &EngineError) -> Kind {
             | ModelError::EmptyStop,
         ) => Kind::Invalid,
         EngineError::Asleep(_) | EngineError::Cancelled => Kind::Unavailable,
-        EngineError::InUse { .. } | EngineError::NoSleepMode(_) => Kind::Conflict,
+        EngineError::LibraryFull { .. } | EngineError::InUse { .. } | EngineError::NoSleepMode(_) => {
+            Kind::Conflict
+        }
         EngineError::TimeOut { .. } => Kind::TimedOut,
         _ => Kind::Internal,
     }

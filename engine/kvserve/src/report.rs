@@ -4,6 +4,8 @@ use kvchunk::MissReason;
 use kvengine::Generation;
 use serde::Serialize;
 
+use crate::prompt::PartName;
+
 /// The report of an answer: the extension `kv` of every dialect, and the numbers for `usage`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct KvReport {
@@ -40,6 +42,9 @@ pub(crate) struct PartReport {
     pub(crate) id: String,
     pub(crate) tokens: usize,
     pub(crate) source: PartSource,
+    /// The first byte of a registered document in the prompt's text, and the byte behind it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) span: Option<[usize; 2]>,
     /// Why the document was not found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reason: Option<&'static str>,
@@ -83,7 +88,7 @@ pub(crate) enum PartSource {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Described {
     /// The name and the length of each document.
-    pub(crate) documents: Vec<(String, usize)>,
+    pub(crate) documents: Vec<(PartName, usize)>,
     /// The number of tokens in front of the documents.
     pub(crate) before: usize,
     /// True if documents attend to each other.
@@ -100,9 +105,10 @@ impl Described {
             self.documents
                 .iter()
                 .zip(&generation.chunks)
-                .map(|((id, tokens), chunk)| PartReport {
-                    id: id.clone(),
+                .map(|((name, tokens), chunk)| PartReport {
+                    id: name.id.clone(),
                     tokens: *tokens,
+                    span: name.bytes(),
                     source: if chunk.hit { PartSource::Cache } else { PartSource::Computed },
                     reason: chunk.missed.filter(|_| !chunk.hit).map(MissReason::name),
                 })
@@ -125,7 +131,7 @@ impl Described {
     /// Returns all parts of a prompt, in their order: what is in front of the documents, the documents, and the rest.
     pub(crate) fn segments(&self, generation: &Generation) -> Vec<Segment> {
         let documents =
-            self.documents.iter().map(|(name, tokens)| (SegmentKind::Document, name.clone(), *tokens));
+            self.documents.iter().map(|(name, tokens)| (SegmentKind::Document, name.id.clone(), *tokens));
         let taken = self.before + self.documents.iter().map(|(_, tokens)| tokens).sum::<usize>();
         let rest = generation.prompt_tokens.saturating_sub(taken);
         let parts = std::iter::once((SegmentKind::System, "system prompt".to_owned(), self.before))
@@ -162,7 +168,7 @@ impl Described {
     /// Returns the documents of a prompt of which the first `cached` tokens were found.
     fn of_prefix(&self, cached: usize) -> Vec<PartReport> {
         let mut start = self.before;
-        let part = |(id, tokens): &(String, usize)| {
+        let part = |(name, tokens): &(PartName, usize)| {
             let end = start + tokens;
             let source = match () {
                 () if cached >= end => PartSource::Cache,
@@ -170,7 +176,7 @@ impl Described {
                 () => PartSource::Computed,
             };
             start = end;
-            PartReport { id: id.clone(), tokens: *tokens, source, reason: None }
+            PartReport { id: name.id.clone(), tokens: *tokens, source, span: name.bytes(), reason: None }
         };
         self.documents.iter().map(part).collect()
     }

@@ -9,11 +9,11 @@ use axum::extract::{DefaultBodyLimit, Request};
 use axum::http::HeaderValue;
 use axum::middleware::{Next, from_fn};
 use axum::response::Response;
-use axum::routing::{get, post};
+use axum::routing::{get, post, put};
 use tower_http::catch_panic::CatchPanicLayer;
 use tracing::{Instrument as _, debug, error, info, info_span};
 
-use crate::dialect::{anthropic, cohere, control, new_id, openai, responses, tokens};
+use crate::dialect::{anthropic, cohere, control, new_id, openai, registered, responses, tokens};
 use crate::page;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
@@ -32,6 +32,8 @@ pub(crate) fn routes(service: Arc<Service>) -> Router {
         .route("/v1/messages/count_tokens", post(anthropic::messages::count))
         .route("/v1/responses", post(responses::responses))
         .route("/v2/chat", post(cohere::chat::chat))
+        .route("/v1/documents", get(registered::list))
+        .route("/v1/documents/{*id}", put(registered::put).get(registered::get).delete(registered::delete))
         .route("/v1/models", get(openai::models::models))
         .route("/v1/models/{*name}", get(openai::models::model))
         .route("/tokenize", post(tokens::tokenize))

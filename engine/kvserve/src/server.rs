@@ -9,7 +9,7 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
-use kvengine::Engine;
+use kvengine::{Engine, LibraryLimits};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::{Semaphore, watch};
@@ -19,8 +19,9 @@ use tracing::{debug, info, warn};
 use crate::config::{Limits, ServedModel, ServerConfig};
 use crate::engine_thread::EngineThread;
 use crate::error::{Error, Result};
+use crate::library::Libraries;
 use crate::routes::routes;
-use crate::service::{Service, unix_time};
+use crate::service::{BlockSize, Service, unix_time};
 
 /// The number of threads that read and write connections, and decode answers.
 const WORKERS: usize = 2;
@@ -75,6 +76,7 @@ impl Server {
         let listen = |source| Error::Listen { address, source };
         let listener = runtime.block_on(TcpListener::bind(address)).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
+        let block = BlockSize::of(&engine);
         let engine = EngineThread::start(engine)?;
         let (stopping, closing) = (watch::channel(false).0, watch::channel(false).0);
         let service = Arc::new(Service {
@@ -86,6 +88,11 @@ impl Server {
             limits: limits.clone(),
             metrics: Arc::default(),
             recent: Arc::default(),
+            libraries: Libraries::new(LibraryLimits {
+                documents: limits.documents,
+                bytes: limits.document_bytes,
+            }),
+            block,
             context,
             vocabulary,
             seats: Arc::default(),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use kvengine::{PromptTokens, Request};
+use kvengine::{Engine, PromptTokens, Request};
 use kvmodel::{TextCodec, TextStream};
 use tokio::sync::watch;
 use tracing::{debug, info};
@@ -12,6 +12,7 @@ use tracing::{debug, info};
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
 use crate::config::{DocumentReuse, Limits};
 use crate::engine_thread::EngineHandle;
+use crate::library::Libraries;
 use crate::metrics::ServerMetrics;
 use crate::page::RecentRequests;
 use crate::prompt::{self, BuiltPrompt};
@@ -32,6 +33,9 @@ pub(crate) struct Service {
     pub(crate) metrics: Arc<ServerMetrics>,
     /// The last requests, for the page.
     pub(crate) recent: Arc<RecentRequests>,
+    /// The registered documents.
+    pub(crate) libraries: Libraries,
+    pub(crate) block: BlockSize,
     /// The maximum number of positions of a request.
     pub(crate) context: usize,
     /// The number of tokens that the model knows.
@@ -42,6 +46,23 @@ pub(crate) struct Service {
     pub(crate) closing: watch::Receiver<bool>,
     /// The time at which the server started, in seconds since 1970.
     pub(crate) started: u64,
+}
+
+/// The size of a block of keys and values.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BlockSize {
+    tokens: usize,
+    bytes: usize,
+}
+
+impl BlockSize {
+    /// Reads the size of an engine's blocks.
+    pub(crate) fn of(engine: &Engine) -> Self {
+        let report = engine.report();
+        let blocks: usize = [report.main, report.chunks].into_iter().flatten().map(|pool| pool.total).sum();
+        let tokens = engine.cache().as_paged().map_or(1, |paged| paged.kv_pool().block_size());
+        Self { tokens, bytes: report.kv_bytes / blocks.max(1) }
+    }
 }
 
 /// A request's place among the requests that are answered at the same time.
@@ -68,8 +89,11 @@ impl Service {
         let seat = self.seat()?;
         TextStream::check_stop(&ask.settings.stop)?;
         let (codec, Ask { prompt, documents, settings, owner, priority, label }) = (self.codec.clone(), ask);
+        // With full attention, nothing is gained by cutting a text.
+        let has_library = self.reuse.is_some() && !documents.ignore_registered;
+        let library = has_library.then(|| self.libraries.of(owner.tenant.as_ref()));
         // A request that is given up keeps its place until its text is tokenised.
-        let built = self.tokenised(seat, move || prompt::build(&codec, prompt, documents));
+        let built = self.tokenised(seat, move || prompt::build(&codec, prompt, documents, library.as_ref()));
         let (built, seat) = built.await?;
         let tenant = owner.tenant.clone();
         let (request, described) = self.request(built, &settings, owner, priority)?;
@@ -110,7 +134,7 @@ impl Service {
     /// Tokenises a prompt that is not answered.
     pub(crate) async fn count(&self, prompt: AskedPrompt, documents: Documents) -> Result<Vec<u32>, Refusal> {
         let (seat, codec) = (self.seat()?, self.codec.clone());
-        let built = self.tokenised(seat, move || prompt::build(&codec, prompt, documents));
+        let built = self.tokenised(seat, move || prompt::build(&codec, prompt, documents, None));
         Ok(built.await?.0.tokens.iter().collect())
     }
 
@@ -121,6 +145,11 @@ impl Service {
     ) -> Result<R, Refusal> {
         let (seat, codec) = (self.seat()?, self.codec.clone());
         Ok(self.tokenised(seat, move || Ok(work(&codec)?)).await?.0)
+    }
+
+    /// Returns the number of bytes of keys and values that a document with so many tokens takes.
+    pub(crate) fn kv_bytes(&self, tokens: usize) -> u64 {
+        (tokens.div_ceil(self.block.tokens.max(1)) * self.block.bytes) as u64
     }
 
     /// Takes a place.
@@ -155,7 +184,7 @@ impl Service {
                 format!("{} answers are more than the limit of {most}", settings.samples),
             ));
         }
-        let BuiltPrompt { tokens, ids, not_reusable } = built;
+        let BuiltPrompt { tokens, parts, not_reusable } = built;
         let length = tokens.len();
         if length >= self.context {
             let most = self.context;
@@ -169,7 +198,7 @@ impl Service {
         }
         let mut described = Described { not_reused: not_reusable, ..Described::default() };
         if let PromptTokens::Chunked(prompt) = &tokens {
-            described.documents = ids.into_iter().zip(prompt.chunks().iter().map(Vec::len)).collect();
+            described.documents = parts.into_iter().zip(prompt.chunks().iter().map(Vec::len)).collect();
             described.before = prompt.system().len();
         }
         described.full_attention = self.reuse.is_none() || matches!(tokens, PromptTokens::Plain(_));

@@ -128,6 +128,10 @@ pub(crate) struct LimitArgs {
     #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = Limits::default().requests, value_parser = at_least_one)]
     max_requests: usize,
 
+    /// Registered documents of a tenant (PUT /v1/documents/ID).
+    #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = Limits::default().documents)]
+    max_documents: usize,
+
     /// Answers that are computed at the same time.
     #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = kvengine::Scheduling::default().running, value_parser = at_least_one)]
     pub(crate) max_running: usize,
@@ -165,6 +169,8 @@ impl LimitArgs {
             requests: self.max_requests,
             answer_tokens: self.max_answer_tokens,
             samples: self.max_answers,
+            documents: self.max_documents,
+            document_bytes: Limits::default().document_bytes,
             answer_time: self.max_answer_time,
             receive_time: self.receive_time,
             connections: self.max_connections,

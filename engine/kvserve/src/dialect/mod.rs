@@ -8,6 +8,7 @@ pub(crate) mod cohere;
 pub(crate) mod control;
 pub(crate) mod documents;
 pub(crate) mod openai;
+pub(crate) mod registered;
 pub(crate) mod responses;
 pub(crate) mod stream;
 pub(crate) mod tokens;

@@ -21,6 +21,8 @@ pub(super) struct Overview {
     running: usize,
     waiting: usize,
     totals: Totals,
+    /// The registered documents of all tenants.
+    registered: Registered,
     /// The median over the last requests, if there are some.
     first_token_ms: Option<f64>,
     #[serde(flatten)]
@@ -35,6 +37,13 @@ pub(super) struct Caches {
     pools: Vec<Pool>,
     documents: Lookups,
     tiers: Vec<Tier>,
+}
+
+/// The number of registered documents, and of bytes of their texts.
+#[derive(Debug, Serialize)]
+struct Registered {
+    count: usize,
+    bytes: usize,
 }
 
 /// A pool of blocks on the device.
@@ -68,6 +77,7 @@ struct Tier {
 impl Overview {
     pub(super) fn new(service: &Service, caches: Caches) -> Self {
         let (step, recent) = (service.engine.last_step(), service.recent.all());
+        let (count, bytes) = service.libraries.sizes();
         let mut first: Vec<f64> = recent.iter().map(|request| request.ttft_ms).collect();
         first.sort_unstable_by(f64::total_cmp);
         Self {
@@ -79,6 +89,7 @@ impl Overview {
             running: step.running,
             waiting: step.waiting,
             totals: service.metrics.totals(),
+            registered: Registered { count, bytes },
             first_token_ms: first.get(first.len() / 2).copied(),
             caches,
             recent,

@@ -10,6 +10,7 @@ mod documents;
 mod endpoints;
 mod page;
 mod recorded;
+mod registered;
 mod responses;
 mod shutdown;
 mod tenants;

@@ -39,6 +39,7 @@ struct MessagesRequest {
     tool_choice: Option<Variable>,
     output_format: Option<Variable>,
     cache_salt: Option<String>,
+    registered_documents: Option<bool>,
     mcp_servers: Option<Variable>,
     container: Option<Variable>,
     output_config: Option<Variable>,
@@ -171,7 +172,8 @@ impl MessagesRequest {
         let effort = effort.filter(|effort| matches!(effort, Variable::Text(_)));
         let effort = effort.map(|effort| ("reasoning_effort".to_owned(), effort.clone()));
         let variables = thinks.into_iter().chain(effort).collect();
-        let documents = Documents { given: documents, ..Documents::default() };
+        let ignore_registered = self.registered_documents == Some(false);
+        let documents = Documents { given: documents, ignore_registered, ..Documents::default() };
         Ok((AskedPrompt::Conversation { messages, variables }, documents))
     }
 }

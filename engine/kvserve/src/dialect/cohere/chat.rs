@@ -38,6 +38,7 @@ struct CohereRequest {
     p: Option<f32>,
     priority: Option<i32>,
     cache_salt: Option<String>,
+    registered_documents: Option<bool>,
     tools: Option<Variable>,
     tool_choice: Option<Variable>,
     response_format: Option<Variable>,
@@ -65,7 +66,9 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let messages = Message::from_variable(request.messages)
         .map_err(|error| Refusal { param: Some("messages".to_owned()), ..Refusal::from(error) })?;
     let prompt = AskedPrompt::Conversation { messages, variables: Vec::new() };
-    let documents = Documents { given: documents(request.documents.as_ref())?, ..Documents::default() };
+    let ignore_registered = request.registered_documents == Some(false);
+    let given = documents(request.documents.as_ref())?;
+    let documents = Documents { given, ignore_registered, ..Documents::default() };
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
     // Smaller numbers are more urgent.
     let priority = request.priority.unwrap_or(0).saturating_neg();

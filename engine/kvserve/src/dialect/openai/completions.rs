@@ -48,11 +48,16 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let mut common = request.common();
     let logprobs = request.logprobs.map(|top| top as usize);
     let settings = common.settings(Some(DEFAULT_TOKENS), logprobs)?;
-    let Documents { given, separator, .. } = common.take_documents()?;
+    let Documents { given, separator, ignore_registered, .. } = common.take_documents()?;
     let (owner, priority, samples) = (common.owner(owner)?, common.priority(), settings.samples);
     let ask = |prompt| Ask {
         prompt,
-        documents: Documents { given: given.clone(), separator: separator.clone(), from_parts: false },
+        documents: Documents {
+            given: given.clone(),
+            separator: separator.clone(),
+            from_parts: false,
+            ignore_registered,
+        },
         settings: settings.clone(),
         owner: owner.clone(),
         priority,

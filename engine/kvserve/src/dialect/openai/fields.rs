@@ -47,6 +47,7 @@ macro_rules! openai_request {
             priority: Option<i32>,
             documents: Option<kvmodel::Variable>,
             separator: Option<String>,
+            registered_documents: Option<bool>,
             cache_salt: Option<String>,
             prompt_cache_key: Option<String>,
             // Fields that do not change an answer of this server.
@@ -74,6 +75,7 @@ macro_rules! openai_request {
                     priority: self.priority,
                     documents: self.documents.take(),
                     separator: self.separator.take(),
+                    registered_documents: self.registered_documents,
                     cache_salt: self.cache_salt.take(),
                     prompt_cache_key: self.prompt_cache_key.take(),
                 }
@@ -112,6 +114,7 @@ pub(crate) struct Common {
     pub(super) priority: Option<i32>,
     pub(super) documents: Option<Variable>,
     pub(super) separator: Option<String>,
+    pub(super) registered_documents: Option<bool>,
     pub(super) cache_salt: Option<String>,
     pub(super) prompt_cache_key: Option<String>,
 }
@@ -164,7 +167,8 @@ impl Common {
     /// Returns the documents beside the prompt and the separator.
     pub(super) fn take_documents(&mut self) -> Result<Documents, Refusal> {
         let given = documents(self.documents.take().as_ref())?;
-        Ok(Documents { given, separator: self.separator.take(), from_parts: false })
+        let ignore_registered = self.registered_documents == Some(false);
+        Ok(Documents { given, separator: self.separator.take(), from_parts: false, ignore_registered })
     }
 
     /// Returns the tenant with the salt of the request.

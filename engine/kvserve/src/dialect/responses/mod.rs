@@ -52,6 +52,7 @@ struct ResponsesRequest {
     context_management: Option<Variable>,
     truncation: Option<String>,
     documents: Option<Variable>,
+    registered_documents: Option<bool>,
     separator: Option<String>,
     cache_salt: Option<String>,
     prompt_cache_key: Option<String>,
@@ -90,7 +91,12 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let messages = conversation(request.instructions.as_deref(), &request.input)?;
     let prompt = AskedPrompt::Conversation { messages, variables: request.variables() };
     let given = documents(request.documents.as_ref())?;
-    let documents = Documents { given, separator: request.separator.clone(), from_parts: false };
+    let documents = Documents {
+        given,
+        separator: request.separator.clone(),
+        from_parts: false,
+        ignore_registered: request.registered_documents == Some(false),
+    };
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
     let label = request.prompt_cache_key.clone();
     let form = Form::new(&request, model, &settings);
