@@ -81,5 +81,17 @@ impl Scheduler {
 /// # Errors
 /// Returns [`Error::Constraint`] if they are not known, which no caller lets happen.
 pub(super) fn next_tokens(constraint: &ConstraintState) -> Result<&NextTokens> {
-    constraint.next().ok_or_else(|| Error::Constraint("it is not known what may follow".to_owned()))
+    constraint.next().ok_or_else(unknown)
+}
+
+/// Returns a copy of a sample's constraint, for another sample.
+///
+/// # Errors
+/// Returns [`Error::Constraint`] if the tokens that may follow are not known, which no caller lets happen.
+pub(super) fn forked(constraint: &ConstraintState) -> Result<ConstraintState> {
+    constraint.fork().ok_or_else(unknown)
+}
+
+fn unknown() -> Error {
+    Error::Constraint("it is not known what may follow".to_owned())
 }
