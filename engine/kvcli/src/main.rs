@@ -18,6 +18,7 @@ mod args;
 mod asking;
 mod backend;
 mod bench;
+mod completions;
 mod decoys;
 mod demo;
 mod devices;
@@ -57,6 +58,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::doctor(&args),
         Command::Bench(args) => bench::bench(&args),
         Command::Size(args) => size::size(&args),
+        Command::Completions(args) => completions::completions(&args),
         Command::Devices(args) => devices::devices(&args),
     };
     match result {

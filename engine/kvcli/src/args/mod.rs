@@ -29,6 +29,7 @@ pub(crate) use way::{WayArgs, way};
 
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory as _, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use kvchunk::{ComputeMode, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
 use kvengine::DEFAULT_GRAPHS;
@@ -116,6 +117,22 @@ pub(crate) enum Command {
     Size(SizeArgs),
     /// List the devices of this machine that --backend accepts, with their limits and features.
     Devices(DevicesArgs),
+    /// Print a script with which a shell completes commands and options.
+    Completions(CompletionsArgs),
+}
+
+/// Options of `kvc completions`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+
+    kvc completions bash > ~/.local/share/bash-completion/completions/kvc
+    kvc completions zsh > ~/.zfunc/_kvc
+    kvc completions fish > ~/.config/fish/completions/kvc.fish")]
+pub(crate) struct CompletionsArgs {
+    /// The shell.
+    #[arg(value_name = "SHELL", value_enum)]
+    pub(crate) shell: Shell,
 }
 
 /// Options of `kvc devices`.

@@ -18,7 +18,7 @@ use crate::error::Result;
 
 /// A constraint that all answers to a request obey, such as a grammar.
 ///
-/// The engine starts it once for each request. Both traits are called on the engine's worker threads.
+/// The engine starts it once for each request, on a worker thread. A panic ends the request.
 pub trait AnswerConstraint: Send + Sync + fmt::Debug {
     /// Returns the state before an answer's first token.
     ///
@@ -29,7 +29,8 @@ pub trait AnswerConstraint: Send + Sync + fmt::Debug {
 
 /// The state of a constraint after some tokens of an answer.
 ///
-/// A state depends only on the answer's tokens. It is kept when the request is preempted.
+/// A state depends only on the answer's tokens. It is kept when the request is preempted. [`next`](Self::next) and
+/// [`accept`](Self::accept) are called on worker threads, and [`fork`](Self::fork) within a step.
 pub trait TokenConstraint: Send {
     /// Returns the tokens that may follow.
     ///

@@ -48,16 +48,23 @@ impl ConstraintState {
         Self { workers, progress }
     }
 
-    /// Returns true if the tokens that may follow are known. Waits for them as long as the step may wait.
+    /// Returns true if the tokens that may follow are known.
     ///
     /// # Errors
     /// Returns the constraint's error, once.
     pub(crate) fn is_known(&mut self) -> Result<bool> {
         let Progress::Working(slot) = &self.progress else { return Ok(true) };
-        let mut result = slot.take_within(Duration::ZERO);
-        if result.is_none() {
-            result = self.workers.wait(|patience| slot.take_within(patience));
+        let result = slot.take_within(Duration::ZERO);
+        self.record(result)
+    }
+
+    /// Like [`is_known`](Self::is_known), but waits for the tokens as long as the step may wait.
+    pub(crate) fn is_soon_known(&mut self) -> Result<bool> {
+        if self.is_known()? {
+            return Ok(true);
         }
+        let Progress::Working(slot) = &self.progress else { return Ok(true) };
+        let result = self.workers.wait(|patience| slot.take_within(patience));
         self.record(result)
     }
 

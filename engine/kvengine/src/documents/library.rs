@@ -218,8 +218,8 @@ impl DocumentLibrary {
     /// found. Found documents do not overlap: the search goes on behind each of them.
     ///
     /// Every byte of a found document is compared with its text. The time is in proportion to the length of `text`,
-    /// whatever documents are registered. With a probability of less than one in a billion, a document is overlooked,
-    /// because the search looks for secret hashes of its beginning.
+    /// whatever documents are registered. A document may be overlooked if secret hashes collide, with a probability of
+    /// about one in a billion if documents have some kilobytes.
     pub fn find(&mut self, text: &str) -> Vec<FoundDocument> {
         self.expire();
         let found = self.index.find(text).into_iter();

@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 /// The maximum number of bytes of a schema, an expression or a grammar.
 const MAX_BYTES: usize = 1 << 20;
 
-/// The maximum depth of nested objects and lists in a schema, and of nested brackets in an expression or a grammar.
+/// The maximum depth of nested objects and lists in a schema. The library limits the depth of expressions and grammars
+/// itself.
 const MAX_DEPTH: usize = 100;
 
 /// White space in JSON. It is limited, because some models write it without end.
@@ -53,11 +54,11 @@ impl AnswerForm {
                 }
             }
             Self::Regex(text) => {
-                check_text(text)?;
+                check_size(text.len())?;
                 Ok(TopLevelGrammar::from_regex(text))
             }
             Self::Lark(text) => {
-                check_text(text)?;
+                check_size(text.len())?;
                 Ok(TopLevelGrammar::from_lark(text.clone()))
             }
         }
@@ -69,20 +70,6 @@ fn schema(mut value: Value) -> TopLevelGrammar {
         fields.insert("x-guidance".to_owned(), json!({ "whitespace_pattern": WHITE_SPACE }));
     }
     TopLevelGrammar::from_json_schema(value)
-}
-
-fn check_text(text: &str) -> Result<()> {
-    check_size(text.len())?;
-    let (mut depth, mut deepest) = (0usize, 0);
-    for c in text.chars() {
-        match c {
-            '(' | '[' | '{' => depth += 1,
-            ')' | ']' | '}' => depth = depth.saturating_sub(1),
-            _ => {}
-        }
-        deepest = deepest.max(depth);
-    }
-    check_depth(deepest)
 }
 
 fn check_size(bytes: usize) -> Result<()> {

@@ -12,6 +12,9 @@ use crate::error::{Error, Result};
 /// The beginning of the library's message if no token may follow.
 const NOTHING_FOLLOWS: &str = "NoExtensionBias";
 
+/// The maximum number of lines of a message, and of characters in a line.
+const LONGEST_MESSAGE: (usize, usize) = (8, 100);
+
 /// A compiled grammar.
 pub(super) struct Grammar {
     /// The state before the first token.
@@ -94,7 +97,12 @@ fn failed(error: &impl Display) -> Error {
     Error::Constraint(message(&error.to_string()))
 }
 
-/// Removes the marks that the library puts behind its messages.
+/// Shortens a message of the library, which quotes the form, and removes its marks.
 fn message(text: &str) -> String {
-    text.replace("\n<non-verbose/>", "").trim().to_owned()
+    let lines = text.lines().map(str::trim_end).filter(|line| !line.is_empty() && *line != "<non-verbose/>");
+    let short = lines.take(LONGEST_MESSAGE.0).map(|line| match line.char_indices().nth(LONGEST_MESSAGE.1) {
+        Some((end, _)) => format!("{}…", &line[..end]),
+        None => line.to_owned(),
+    });
+    short.collect::<Vec<_>>().join("\n")
 }

@@ -26,7 +26,7 @@ use grammar::Grammar;
 /// use kvengine::{AnswerForm, AnswerGuide};
 /// use kvmodel::ModelDirectory;
 ///
-/// let loaded = ModelDirectory::load("models/tiny-rag".as_ref(), Default::default(), &mut |_, _| ())?;
+/// let loaded = ModelDirectory::load("../../models/tiny-rag".as_ref(), Default::default(), &mut |_, _| ())?;
 /// let guide = AnswerGuide::new(&loaded.codec, loaded.model.config())?;
 /// let colour = guide.constraint(&AnswerForm::Regex(" (red|blue|green)".to_owned()))?;
 /// // Request { constraint: Some(colour), ..Request::new(prompt) }

@@ -29,7 +29,7 @@ impl LiveRequest {
     pub(super) fn take_logits(&mut self, runner: &mut Runner, branch: usize, logits: &[f32]) -> Result<()> {
         let it = &mut self.branches[branch];
         if let Some(constraint) = &mut it.constraint
-            && !constraint.is_known()?
+            && !constraint.is_soon_known()?
         {
             it.late = Some(logits.to_vec());
             return Ok(());
@@ -41,10 +41,17 @@ impl LiveRequest {
         }
     }
 
-    /// Chooses the tokens of samples whose logits were kept, where it is known by now which tokens may follow.
+    /// Chooses the tokens of samples whose logits were kept, where it is known by now which tokens may follow. Waits for
+    /// nothing: a step has waited for them already.
     fn choose_late(&mut self, runner: &mut Runner) -> Result<()> {
         for branch in 0..self.branches.len() {
-            if let Some(logits) = self.branches[branch].late.take().filter(|_| !self.branches[branch].over) {
+            let it = &mut self.branches[branch];
+            let Some(constraint) = it.constraint.as_mut().filter(|_| it.late.is_some() && !it.over) else {
+                continue;
+            };
+            if constraint.is_known()?
+                && let Some(logits) = it.late.take()
+            {
                 self.take_logits(runner, branch, &logits)?;
             }
         }
@@ -81,5 +88,17 @@ impl Scheduler {
 /// # Errors
 /// Returns [`Error::Constraint`] if they are not known, which no caller lets happen.
 pub(super) fn next_tokens(constraint: &ConstraintState) -> Result<&NextTokens> {
-    constraint.next().ok_or_else(|| Error::Constraint("it is not known what may follow".to_owned()))
+    constraint.next().ok_or_else(unknown)
+}
+
+/// Returns a copy of a sample's constraint, for another sample.
+///
+/// # Errors
+/// Returns [`Error::Constraint`] if the tokens that may follow are not known, which no caller lets happen.
+pub(super) fn forked(constraint: &ConstraintState) -> Result<ConstraintState> {
+    constraint.fork().ok_or_else(unknown)
+}
+
+fn unknown() -> Error {
+    Error::Constraint("it is not known what may follow".to_owned())
 }

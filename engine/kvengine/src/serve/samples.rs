@@ -6,11 +6,11 @@ use kvcore::{SequenceInput, WriteSlots};
 use kvmodel::LogitRows;
 
 use super::answer::AnswerEvent;
-use super::constrained::next_tokens;
+use super::constrained::{forked, next_tokens};
 use super::feed::Feed;
 use super::live::{Branch, LiveRequest};
 use super::numbers::are_numbers;
-use crate::constraint::{ConstraintState, NextTokens};
+use crate::constraint::NextTokens;
 use crate::error::{Error, Result};
 use crate::request::{FinishReason, Sampling};
 use crate::runner::Runner;
@@ -204,13 +204,13 @@ impl LiveRequest {
         for sample in 1..self.request.samples {
             let first = &self.branches[0];
             let Some(sequence) = first.sequence else { break };
+            let constraint = first.constraint.as_ref().map(forked).transpose()?;
             let twin = runner.caches.sequences.grouped()?.fork(sequence)?;
             let sampling = self.request.sampling;
             let seed = sampling.seed.wrapping_add(sample as u64);
             let bias = self.request.logit_bias.clone();
             let mut sampler = Sampler::new(Sampling { seed, ..sampling }).with_bias(bias);
             sampler.see(self.request.prompt.iter());
-            let constraint = first.constraint.as_ref().and_then(ConstraintState::fork);
             let branch = Branch { sample, constraint, ..first.twin(Some(twin), sampler) };
             self.branches.push(branch);
         }
