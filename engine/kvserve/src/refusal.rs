@@ -4,6 +4,7 @@ use kvchunk::Error as ChunkError;
 use kvcore::Error as CoreError;
 use kvengine::Error as EngineError;
 use kvmodel::Error as ModelError;
+use tracing::error;
 
 /// The kind of a refusal, which decides its HTTP status in every dialect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,6 +101,14 @@ impl From<EngineError> for Refusal {
             EngineError::TimeOut { limit } => {
                 format!("the answer took longer than the server's limit of {limit:?}; ask for fewer tokens")
             }
+            // Places of files and states of the machine are the operator's.
+            EngineError::Model(ModelError::Template { reason, .. }) => {
+                format!("the model's chat template cannot be applied: {reason}")
+            }
+            _ if kind == Kind::Internal => {
+                error!(reason = message, "the engine failed");
+                "the engine failed to answer this request; the log of the server says why".to_owned()
+            }
             _ => message,
         };
         Self { code, ..Self::new(kind, message) }
@@ -141,5 +150,34 @@ fn kind_of(error: &EngineError) -> Kind {
         }
         EngineError::TimeOut { .. } => Kind::TimedOut,
         _ => Kind::Internal,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_do_not_learn_where_files_are() {
+        let template = |reason: &str| ModelError::Template {
+            place: "/srv/m.gguf".to_owned(),
+            reason: reason.to_owned(),
+        };
+        let source = || std::io::Error::other("/srv/m.gguf");
+        let read = EngineError::Io { path: "/srv/reuse.json".into(), source: source() };
+        for (error, kind, words) in [
+            (template("it rejects the conversation").into(), Kind::Invalid, "it rejects the conversation"),
+            (template("no template").into(), Kind::Invalid, "chat template cannot be applied: no template"),
+            (read, Kind::Internal, "the log of the server says why"),
+            (
+                ModelError::Io { path: "/srv/m.gguf".into(), source: source() }.into(),
+                Kind::Internal,
+                "the log of the server says why",
+            ),
+        ] {
+            let refusal = Refusal::from(error);
+            assert_eq!(refusal.kind, kind);
+            assert!(refusal.message.contains(words) && !refusal.message.contains("/srv"), "{refusal:?}");
+        }
     }
 }

@@ -398,6 +398,25 @@ mod tests {
     }
 
     #[test]
+    fn the_text_of_a_message_is_replaced_and_its_other_fields_stay() {
+        let list = r#"[{"role":"user","name":"n","content":[{"type":"text","text":"a"},{"type":"text","text":"b"}]}]"#;
+        let list: Variable = serde_json::from_str(list).unwrap();
+        let [message] = &Message::from_variable(list).unwrap()[..] else { panic!("not one message") };
+        assert_eq!(message.part_texts(), Some(vec!["a", "b"]));
+        let other = message.with_text("c");
+        assert_eq!((other.text(), other.part_texts()), ("c".into(), None));
+        assert_eq!(other.field("name"), Some(&"n".into()));
+        let marked = message.with_mark("|", 1).unwrap();
+        assert_eq!(marked.part_texts(), Some(vec!["a|", "b"]), "in the first text");
+        assert_eq!(other.with_mark("|", 0).unwrap().text(), "|c");
+        for (message, at) in [(&other, 2), (&Message::new(Role::User, "é"), 1)] {
+            assert_eq!(message.with_mark("|", at), None);
+        }
+        let silent = Message::list(r#"[{"role":"user","content":null}]"#).unwrap();
+        assert_eq!((silent[0].part_texts(), silent[0].with_mark("|", 0)), (None, None));
+    }
+
+    #[test]
     fn reasoning_has_the_two_names_that_templates_read() {
         let names = |field: &str| {
             let list = format!(r#"[{{"role":"assistant","content":"a","{field}":"r"}}]"#);

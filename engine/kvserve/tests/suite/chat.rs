@@ -218,8 +218,8 @@ fn a_storm_of_vanishing_clients_leaves_nothing() {
         .map(|client: u64| {
             std::thread::spawn(move || {
                 for round in 0..12 {
-                    let stays = (client + round) % 3 == 0;
-                    let more = json!({"ignore_eos": true, "max_tokens": 40, "n": 1 + round % 3, "stream": round % 2 == 0});
+                    let stays = (client + round).is_multiple_of(3);
+                    let more = json!({"ignore_eos": true, "max_tokens": 40, "n": 1 + round % 3, "stream": round.is_multiple_of(2)});
                     let mut client = Client::new(address);
                     client.request("POST", PATH, &[], question(more).to_string().as_bytes());
                     if stays {

@@ -52,10 +52,10 @@ impl Client {
     pub(crate) fn request(&mut self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) {
         let mut head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\n");
         for (name, value) in headers {
-            head += &format!("{name}: {value}\r\n");
+            head.extend([name, ": ", value, "\r\n"]);
         }
         if !body.is_empty() || method == "POST" {
-            head += &format!("content-length: {}\r\n", body.len());
+            head.extend(["content-length: ", &body.len().to_string(), "\r\n"]);
             if !headers.iter().any(|(name, _)| *name == "content-type") {
                 head += "content-type: application/json\r\n";
             }

@@ -1,4 +1,6 @@
 //! Tests of the server with raw HTTP.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+#![allow(clippy::needless_pass_by_value, reason = "JSON is written where it is passed")]
 
 mod anthropic;
 mod bad_input;
