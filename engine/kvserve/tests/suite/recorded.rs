@@ -28,7 +28,9 @@ fn texts(answer: &Answer) -> String {
     let mut all = String::new();
     let is_stream = answer.header("content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
     let values = if is_stream { answer.events() } else { vec![answer.json()] };
-    values.iter().for_each(|value| collect(value, &mut all));
+    for value in &values {
+        collect(value, &mut all);
+    }
     all
 }
 
