@@ -85,6 +85,7 @@ impl Service {
             describe: described,
             metrics: Arc::clone(&self.metrics),
             arrived,
+            waited: arrived.elapsed(),
         };
         Ok(Reply::start((answer, prompt_tokens), self.codec.clone(), form, self.closing.clone(), seat))
     }

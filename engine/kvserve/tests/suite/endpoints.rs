@@ -158,6 +158,27 @@ fn metrics_count_what_was_answered() {
 }
 
 #[test]
+fn times_begin_when_a_request_arrives() {
+    let server = server();
+    // The engine is busy for a while, so that the request waits for it.
+    let busy = std::time::Duration::from_millis(120);
+    let address = server.address();
+    let asked = std::thread::scope(|scope| {
+        let asked = scope.spawn(move || {
+            std::thread::sleep(busy / 4);
+            post(address, CHAT, &question(json!({}))).json()
+        });
+        server.with_engine(move |_| std::thread::sleep(busy)).unwrap();
+        asked.join().unwrap()
+    });
+    let ms = |name: &str| asked["kv"][name].as_f64().unwrap();
+    assert!(ms("queue_ms") > 50.0 && ms("ttft_ms") >= ms("queue_ms") && ms("ttft_ms") < 5000.0, "{asked}");
+    let text = get(address, "/metrics").body;
+    let sum = "vllm:time_to_first_token_seconds_sum{model_name=\"tiny-rag\"}";
+    assert!((metric(&text, sum) * 1e3 - ms("ttft_ms")).abs() < 20.0, "{text}");
+}
+
+#[test]
 fn a_sleeping_server_says_so_and_finds_documents_after_it_wakes() {
     let server = reusing();
     assert_eq!(post(server.address(), CHAT, &question(json!({}))).status, 200);
