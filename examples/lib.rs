@@ -10,11 +10,11 @@
 
 #[cfg(test)]
 mod tests {
-    /// The excerpt in the README must stay equal to the program that it is taken from.
+    /// The excerpt in this folder's README must stay equal to the program that it is taken from.
     #[test]
     fn every_line_of_the_readmes_excerpt_stands_in_chunk_reuse() {
         let program = include_str!("chunk_reuse.rs");
-        let (_, rest) = include_str!("../README.md").split_once("```rust\n").expect("a Rust block");
+        let (_, rest) = include_str!("README.md").split_once("```rust\n").expect("a Rust block");
         let (excerpt, _) = rest.split_once("```").expect("the end of the block");
         for line in excerpt.lines() {
             let code = line.split(" // ").next().unwrap_or(line).trim();

@@ -127,7 +127,7 @@ fn another_model_and_another_path_do_not_exist() {
     assert_refused(&answer, 404, Some("model"), "\"gpt-5\" does not exist");
     assert_eq!(answer.json()["error"]["code"], "model_not_found");
     assert_refused(&get(server.address(), "/v1/models/gpt-5"), 404, Some("model"), "does not exist");
-    assert_refused(&get(server.address(), "/v2/chat"), 404, None, "there is no GET /v2/chat");
+    assert_refused(&get(server.address(), "/v1/images"), 404, None, "there is no GET /v1/images");
     assert_refused(&get(server.address(), CHAT), 405, None, "does not accept GET");
     assert_refused(&post(server.address(), "/v1/models", &json!({})), 405, None, "does not accept POST");
 }
