@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "JSON is written where it is passed")]
 
+mod answer_form;
 mod anthropic;
 mod bad_input;
 mod chat;
@@ -16,3 +17,5 @@ mod registered;
 mod responses;
 mod shutdown;
 mod tenants;
+mod tooled;
+mod tools;

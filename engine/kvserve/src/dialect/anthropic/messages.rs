@@ -20,6 +20,7 @@ use crate::dialect::{new_id, random, stream};
 use crate::refusal::Refusal;
 use crate::reply::EndReason;
 use crate::service::Service;
+use crate::shape::AnswerShape;
 
 /// A request. Every other field is refused.
 #[derive(Debug, Deserialize)]
@@ -78,7 +79,17 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let settings = request.settings()?;
     let (prompt, documents) = request.prompt(service)?;
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
-    let reply = service.answer(Ask { prompt, documents, settings, owner, priority: 0, label: None }).await?;
+    let reply = service
+        .answer(Ask {
+            prompt,
+            documents,
+            settings,
+            shape: AnswerShape::default(),
+            owner,
+            priority: 0,
+            label: None,
+        })
+        .await?;
     let id = new_id("msg_");
     if request.stream.unwrap_or(false) {
         let chunks = MessageChunks::new(id, model, reply.prompt_tokens);
@@ -184,6 +195,7 @@ pub(super) fn stop_reason(reason: Option<&EndReason>) -> (Option<&'static str>, 
         None => (None, Value::Null),
         Some(EndReason::Stop) => (Some("end_turn"), Value::Null),
         Some(EndReason::StopString(string)) => (Some("stop_sequence"), json!(string)),
+        Some(EndReason::Calls) => (Some("tool_use"), Value::Null),
         Some(EndReason::Length) => (Some("max_tokens"), Value::Null),
     }
 }

@@ -52,6 +52,7 @@ impl Chunks for MessageChunks {
                 let delta = json!({"type": "text_delta", "text": piece.text});
                 vec![named(&json!({"type": "content_block_delta", "index": 0, "delta": delta}))]
             }
+            ReplyEvent::Call(..) => Vec::new(),
             ReplyEvent::End(end) => {
                 self.end = Some(end);
                 Vec::new()

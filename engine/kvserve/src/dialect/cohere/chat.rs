@@ -19,6 +19,7 @@ use crate::dialect::openai::fields::{salt, stop, within};
 use crate::dialect::{new_id, random, stream};
 use crate::refusal::Refusal;
 use crate::service::Service;
+use crate::shape::AnswerShape;
 
 /// A request. Every other field is refused.
 #[derive(Debug, Deserialize)]
@@ -72,7 +73,17 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
     // Smaller numbers are more urgent.
     let priority = request.priority.unwrap_or(0).saturating_neg();
-    let reply = service.answer(Ask { prompt, documents, settings, owner, priority, label: None }).await?;
+    let reply = service
+        .answer(Ask {
+            prompt,
+            documents,
+            settings,
+            shape: AnswerShape::default(),
+            owner,
+            priority,
+            label: None,
+        })
+        .await?;
     let id = new_id("");
     if request.stream.unwrap_or(false) {
         return Ok(stream::respond(vec![reply], CohereChunks::new(id)));

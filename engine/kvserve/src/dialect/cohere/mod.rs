@@ -49,6 +49,7 @@ fn finish_reason(reason: &EndReason) -> &'static str {
     match reason {
         EndReason::Stop => "COMPLETE",
         EndReason::StopString(_) => "STOP_SEQUENCE",
+        EndReason::Calls => "TOOL_CALL",
         EndReason::Length => "MAX_TOKENS",
     }
 }

@@ -37,6 +37,7 @@ impl Chunks for CohereChunks {
                 let delta = json!({"message": {"content": {"text": piece.text}}});
                 vec![named(&json!({"type": "content-delta", "index": 0, "delta": delta}))]
             }
+            ReplyEvent::Call(..) => Vec::new(),
             ReplyEvent::End(end) => {
                 self.end = Some(end);
                 Vec::new()

@@ -23,6 +23,7 @@ use crate::refusal::Refusal;
 use crate::reply::{EndReason, ReplyToken, WholeSample};
 use crate::report::KvReport;
 use crate::service::{Service, unix_time};
+use crate::shape::AnswerShape;
 
 mod input;
 mod stream;
@@ -100,7 +101,9 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
     let label = request.prompt_cache_key.clone();
     let form = Form::new(&request, model, &settings);
-    let reply = service.answer(Ask { prompt, documents, settings, owner, priority: 0, label }).await?;
+    let reply = service
+        .answer(Ask { prompt, documents, settings, shape: AnswerShape::default(), owner, priority: 0, label })
+        .await?;
     if request.stream.unwrap_or(false) {
         return Ok(crate::dialect::stream::respond(vec![reply], ResponseChunks::new(form)));
     }

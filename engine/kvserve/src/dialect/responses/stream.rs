@@ -62,6 +62,7 @@ impl Chunks for ResponseChunks {
                 self.sample.tokens.extend(piece.tokens);
                 vec![self.numbered("response.output_text.delta", fields)]
             }
+            ReplyEvent::Call(..) => Vec::new(),
             ReplyEvent::End(end) => {
                 (self.sample.num_tokens, self.sample.reason) = (end.tokens, Some(end.reason));
                 self.report = Some(end.report);
