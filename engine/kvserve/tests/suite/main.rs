@@ -4,6 +4,7 @@
 
 mod answer_form;
 mod anthropic;
+mod anthropic_tools;
 mod bad_input;
 mod chat;
 mod client;
@@ -15,6 +16,7 @@ mod page;
 mod recorded;
 mod registered;
 mod responses;
+mod responses_tools;
 mod shutdown;
 mod tenants;
 mod tooled;

@@ -56,3 +56,13 @@ pub(crate) fn assert_paint(value: &Value) {
     assert!(["red", "blue"].contains(&value["colour"].as_str().unwrap()), "{value}");
     assert!((1..=3).contains(&value["coats"].as_u64().unwrap()), "{value}");
 }
+
+/// Returns a request with other fields.
+pub(crate) fn merged(mut request: Value, more: Value) -> Value {
+    if let Value::Object(more) = more {
+        for (name, value) in more {
+            request[name] = value;
+        }
+    }
+    request
+}

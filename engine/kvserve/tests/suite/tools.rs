@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use crate::client::{Answer, post};
 use crate::common::{MODEL, assert_nothing_is_held, server};
-use crate::tooled::{CALL_TOKEN, PLAIN, TAGGED, assert_paint, paint, with_template};
+use crate::tooled::{CALL_TOKEN, PLAIN, TAGGED, assert_paint, merged, paint, with_template};
 
 const PATH: &str = "/v1/chat/completions";
 
@@ -13,7 +13,7 @@ const PATH: &str = "/v1/chat/completions";
 fn request(more: Value) -> Value {
     let wait = json!({"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}},
         "additionalProperties": false});
-    let mut request = json!({
+    let request = json!({
         "model": MODEL,
         "messages": [{"role": "user", "content": "alba ?"}],
         "tools": [
@@ -24,11 +24,7 @@ fn request(more: Value) -> Value {
         "max_tokens": 600,
         "seed": 3,
     });
-    let Value::Object(more) = more else { return request };
-    for (name, value) in more {
-        request[name] = value;
-    }
-    request
+    merged(request, more)
 }
 
 /// Returns the name and the arguments of each call.
@@ -104,15 +100,8 @@ fn an_answer_can_be_forced_to_call_tools(#[case] template: &str) {
 fn a_call_of_the_models_own_will_is_found_and_is_no_text() {
     let server = with_template(TAGGED);
     // The bias makes the model write a call with each token.
-    let willing = |more: Value| {
-        let mut asked =
-            request(json!({"logit_bias": {CALL_TOKEN.to_string(): 100}, "max_tokens": 2, "temperature": 0}));
-        let Value::Object(more) = more else { return asked };
-        for (name, value) in more {
-            asked[name] = value;
-        }
-        asked
-    };
+    let bias = json!({"logit_bias": {CALL_TOKEN.to_string(): 100}, "max_tokens": 2, "temperature": 0});
+    let willing = |more: Value| merged(request(bias.clone()), more);
     let wait = ("wait".to_owned(), json!({"a": 1}));
     for (more, number) in
         [(json!({}), 2), (json!({"parallel_tool_calls": false}), 1), (json!({"tool_choice": "auto"}), 2)]
@@ -193,11 +182,7 @@ fn tools_and_a_schema_give_calls_or_json() {
 fn the_template_gets_tools_calls_and_their_results() {
     let server = with_template(TAGGED);
     let tokens = |more: Value| {
-        let mut asked = request(json!({"max_tokens": 1}));
-        let Value::Object(more) = more else { panic!() };
-        for (name, value) in more {
-            asked[name] = value;
-        }
+        let asked = merged(request(json!({"max_tokens": 1})), more);
         let answer = post(server.address(), PATH, &asked);
         assert_eq!(answer.status, 200, "{answer:?}");
         answer.json()["usage"]["prompt_tokens"].as_u64().unwrap()

@@ -11,6 +11,34 @@ use crate::shape::ToolChoice;
 pub(crate) const TOOL: ToolForm =
     ToolForm { within: Some("function"), schema: "parameters", kind: "function", kind_is_optional: false };
 
+/// Returns the form that `field` asks for. Its schema stands in `within`, or beside the type.
+///
+/// # Errors
+/// Refuses types that are not known, and a schema that is none.
+pub(crate) fn text_form(
+    field: &'static str,
+    within: Option<&str>,
+    given: Option<&Variable>,
+) -> Result<Option<(&'static str, AnswerForm)>, Refusal> {
+    let given = match given {
+        None | Some(Variable::None) => return Ok(None),
+        Some(given) => given,
+    };
+    match kind(field, given)? {
+        "text" => Ok(None),
+        "json_object" => Ok(Some((field, AnswerForm::JsonObject))),
+        "json_schema" => match within {
+            Some(within) => {
+                let schema_of = |described: &Variable| described.field("schema").cloned();
+                let given = given.field(within).and_then(schema_of);
+                schema(field, &format!("{field}.{within}.schema"), given.as_ref())
+            }
+            None => schema(field, &format!("{field}.schema"), given.field("schema")),
+        },
+        other => Err(unknown_kind(field, other, "text, json_object or json_schema")),
+    }
+}
+
 /// Returns the form that `response_format` asks for.
 ///
 /// # Errors
@@ -18,20 +46,7 @@ pub(crate) const TOOL: ToolForm =
 pub(crate) fn response_format(
     given: Option<&Variable>,
 ) -> Result<Option<(&'static str, AnswerForm)>, Refusal> {
-    const FIELD: &str = "response_format";
-    let given = match given {
-        None | Some(Variable::None) => return Ok(None),
-        Some(given) => given,
-    };
-    match kind(FIELD, given)? {
-        "text" => Ok(None),
-        "json_object" => Ok(Some((FIELD, AnswerForm::JsonObject))),
-        "json_schema" => {
-            let described = given.field("json_schema");
-            schema(FIELD, "response_format.json_schema.schema", described.and_then(|one| one.field("schema")))
-        }
-        other => Err(unknown_kind(FIELD, other, "text, json_object or json_schema")),
-    }
+    text_form("response_format", Some("json_schema"), given)
 }
 
 /// Returns the choice among tools. The name of a tool stands in `within`, or beside the type.
