@@ -9,6 +9,7 @@ mod bad_input;
 mod chat;
 mod client;
 mod cohere;
+mod cohere_tools;
 mod common;
 mod documents;
 mod endpoints;

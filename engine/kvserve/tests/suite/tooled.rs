@@ -9,8 +9,7 @@ use serde_json::{Value, json};
 use crate::common::{MODEL, free_port, loaded, small};
 
 /// A template that shows calls between tags.
-pub(crate) const TAGGED: &str = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for message in messages %} \
-    {{ message['content'] }}{% for call in message.tool_calls %} {{ call.function.name }}{% endfor %}{% endfor %}";
+pub(crate) const TAGGED: &str = include_str!("../tools_template.jinja");
 
 /// A template that shows no form of calls, so that they are JSON.
 pub(crate) const PLAIN: &str = "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %} {{ message['content'] }}{% endfor %}";

@@ -12,6 +12,7 @@ use crate::reply::EndReason;
 use crate::report::KvReport;
 
 pub(crate) mod chat;
+mod shape;
 mod stream;
 
 /// Returns a handler's response.
