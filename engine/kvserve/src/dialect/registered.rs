@@ -172,7 +172,7 @@ fn shown(document: &RegisteredDocument, now: u64) -> Value {
         "bytes": document.text.len(),
         "tokens": costs.tokens,
         "kv_bytes": costs.kv_bytes,
-        "computed_ms": (!costs.computed_in.is_zero()).then(|| 1e3 * costs.computed_in.as_secs_f64()),
+        "computed_ms": (!costs.computed_in.is_zero()).then_some(1e3 * costs.computed_in.as_secs_f64()),
         "expires_in_seconds": expires,
     })
 }

@@ -29,7 +29,9 @@ fn texts(answer: &Answer) -> String {
     let mut all = String::new();
     let is_stream = answer.header("content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
     let values = if is_stream { answer.events() } else { vec![answer.json()] };
-    values.iter().for_each(|value| collect(value, &mut all));
+    for value in &values {
+        collect(value, &mut all);
+    }
     all
 }
 
@@ -55,7 +57,9 @@ fn painted(answer: &Answer) -> Vec<Value> {
     let is_stream = answer.header("content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
     let values = if is_stream { answer.events() } else { vec![answer.json()] };
     let mut all = Vec::new();
-    values.iter().for_each(|value| collect(value, &mut all));
+    for value in &values {
+        collect(value, &mut all);
+    }
     let text = texts(answer);
     all.extend(serde_json::Deserializer::from_str(&text).into_iter::<Value>().map_while(Result::ok));
     all.retain(|value| value.get("colour").is_some());
