@@ -150,7 +150,7 @@ fn tests() -> Result {
 fn examples(wheel: &Path) -> Result {
     let mut make = Command::new("python3");
     run(make.args(["-m", "venv", "--clear", FRESH]).current_dir(root()), "python3 -m venv")?;
-    run(python_of(FRESH).args(["-m", "pip", "install", "-q", NUMPY]).arg(wheel), "pip install")?;
+    run(python_of(FRESH).args(["-m", "pip", "install", "-q", NUMPY, "openai<3"]).arg(wheel), "pip install")?;
     run(python_of(FRESH).arg(EXAMPLES).args(DOCUMENTS), "the Python lines of the documents")?;
     run(python_of(FRESH).arg("examples/notebook.py"), "examples/notebook.py")
 }

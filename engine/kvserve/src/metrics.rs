@@ -17,7 +17,7 @@ pub(crate) struct ServerMetrics {
     between_tokens: LatencyHistogram,
     /// From the arrival of a request to the end of a sample.
     whole: LatencyHistogram,
-    /// From the submission of a request to its admission.
+    /// From the arrival of a request to its admission by the engine.
     queue: LatencyHistogram,
     stopped: AtomicU64,
     cut: AtomicU64,
@@ -58,13 +58,20 @@ impl ServerMetrics {
         counter.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a sample. The prompt counts once a request.
-    pub(crate) fn sample(&self, generation: &Generation, tokens: usize, after: Duration, first: bool) {
+    /// Counts a sample, with the time since the request arrived, and the time before the engine began with it. The
+    /// prompt counts once a request.
+    pub(crate) fn sample(
+        &self,
+        generation: &Generation,
+        tokens: usize,
+        (after, queued): (Duration, Duration),
+        first: bool,
+    ) {
         let add = |counter: &AtomicU64, tokens: usize| counter.fetch_add(tokens as u64, Ordering::Relaxed);
         self.whole.record(after);
         add(&self.generation_tokens, tokens);
         if first {
-            self.queue.record(generation.queued);
+            self.queue.record(queued);
             add(&self.prompt_tokens, generation.prompt_tokens);
             add(&self.cached_tokens, generation.cached_tokens);
             add(&self.recomputed_tokens, generation.recomputed_tokens);
@@ -146,7 +153,7 @@ impl ServerMetrics {
             ),
             (
                 "vllm:request_queue_time_seconds",
-                "From the submission of a request to its admission",
+                "From the arrival of a request to its admission",
                 &self.queue,
             ),
         ] {

@@ -101,6 +101,8 @@ pub(crate) struct ReplyForm {
     pub(crate) tenant: Option<Arc<str>>,
     /// The time at which the request arrived.
     pub(crate) arrived: Instant,
+    /// The time from then to the submission to the engine, which happens between two steps.
+    pub(crate) waited: Duration,
 }
 
 /// The whole text of a sample.
@@ -199,6 +201,8 @@ struct Decoder<'a> {
     samples: Vec<Decoding<'a>>,
     /// The number of samples that have ended.
     ended: usize,
+    /// The time from the arrival of the request to its first token.
+    first: Option<Duration>,
 }
 
 /// Decodes until the answer ends or its reader goes away. Dropping the answer cancels the request.
@@ -253,7 +257,7 @@ impl<'a> Decoder<'a> {
             Ok(Decoding { stream, calls, fresh: Vec::new(), tokens: 0, last: None, stopped: false })
         };
         let samples = (0..form.samples).map(sample).collect::<Result<_, Refusal>>()?;
-        Ok(Self { codec, form, samples, ended: 0 })
+        Ok(Self { codec, form, samples, ended: 0, first: None })
     }
 
     /// Decodes an event of the engine.
@@ -277,10 +281,13 @@ impl<'a> Decoder<'a> {
             return Ok(Vec::new());
         };
         let now = Instant::now();
-        match decoding.last.replace(now) {
-            Some(last) => self.form.metrics.next_token(now - last),
-            None if sample == 0 => self.form.metrics.first_token(now - self.form.arrived),
-            None => {}
+        if let Some(last) = decoding.last.replace(now) {
+            self.form.metrics.next_token(now - last);
+        }
+        if self.first.is_none() {
+            let after = now - self.form.arrived;
+            self.form.metrics.first_token(after);
+            self.first = Some(after);
         }
         decoding.tokens += 1;
         let text = decoding.stream.push(token)?.to_owned();
@@ -318,14 +325,16 @@ impl<'a> Decoder<'a> {
             events.push(ReplyEvent::Piece(Piece { sample, text: String::new(), tokens }));
         }
         let (metrics, tokens) = (&self.form.metrics, decoding.tokens);
-        metrics.sample(generation, tokens, self.form.arrived.elapsed(), self.ended == 0);
+        let (elapsed, queued) = (self.form.arrived.elapsed(), self.form.waited + generation.queued);
+        metrics.sample(generation, tokens, (elapsed, queued), self.ended == 0);
+        let report = self.form.describe.report(generation, self.first.unwrap_or(elapsed), queued);
         if self.ended == 0 {
             let form = self.form;
-            form.recent.add(RecentRequest::new(&form.describe, generation, form.tenant.as_deref()));
+            let segments = form.describe.segments(generation);
+            form.recent.add(RecentRequest::new(&report, segments, elapsed, form.tenant.as_deref()));
         }
         metrics.ended(if reason == EndReason::Length { Ended::Length } else { Ended::Stop });
         self.ended += 1;
-        let report = self.form.describe.report(generation);
         events.push(ReplyEvent::End(SampleEnd { sample, reason, tokens, report }));
         Ok(events)
     }

@@ -1,5 +1,7 @@
 //! What an answer says about its prompt: what was found in the caches, and what was computed.
 
+use std::time::Duration;
+
 use kvchunk::MissReason;
 use kvengine::Generation;
 use serde::Serialize;
@@ -24,9 +26,9 @@ pub(crate) struct KvReport {
     pub(crate) prefix_missed: Option<&'static str>,
     /// The documents, in the order of the prompt.
     pub(crate) parts: Vec<PartReport>,
-    /// The time to first token in milliseconds, from the submission to the engine.
+    /// The time to first token in milliseconds, from the arrival of the request.
     pub(crate) ttft_ms: f64,
-    /// The time in milliseconds before the engine began with the request.
+    /// The time in milliseconds from the arrival of the request until the engine began with it.
     pub(crate) queue_ms: f64,
     /// True if documents attended to each other, as in an ordinary prompt.
     pub(crate) full_attention: bool,
@@ -97,8 +99,9 @@ pub(crate) struct Described {
 }
 
 impl Described {
-    /// Returns the report for a finished sample.
-    pub(crate) fn report(&self, generation: &Generation) -> KvReport {
+    /// Returns the report for a finished sample, with the times from the arrival of the request to its first token and to
+    /// its admission.
+    pub(crate) fn report(&self, generation: &Generation, first: Duration, queued: Duration) -> KvReport {
         let parts = if self.full_attention {
             self.of_prefix(generation.cached_tokens)
         } else {
@@ -121,8 +124,8 @@ impl Described {
             prefix_missed: generation.prefix_missed.map(MissReason::name),
             computed: generation.prompt_tokens.saturating_sub(generation.cached_tokens),
             parts,
-            ttft_ms: 1e3 * generation.ttft.as_secs_f64(),
-            queue_ms: 1e3 * generation.queued.as_secs_f64(),
+            ttft_ms: 1e3 * first.as_secs_f64(),
+            queue_ms: 1e3 * queued.as_secs_f64(),
             full_attention: self.full_attention,
             not_reused: self.not_reused,
         }

@@ -150,6 +150,7 @@ impl Service {
             recent: Arc::clone(&self.recent),
             tenant,
             arrived,
+            waited: arrived.elapsed(),
         };
         Ok(Reply::start((answer, prompt_tokens), self.codec.clone(), form, self.closing.clone(), seat))
     }

@@ -1,12 +1,12 @@
 //! The last requests, as the page draws them.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
-use kvengine::Generation;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::report::{Described, Segment};
+use crate::report::{KvReport, Segment};
 use crate::service::unix_time_ms;
 
 /// The number of requests that are remembered.
@@ -31,18 +31,22 @@ pub(crate) struct RecentRequest {
 }
 
 impl RecentRequest {
-    pub(crate) fn new(described: &Described, generation: &Generation, tenant: Option<&str>) -> Self {
-        let ms = |time: std::time::Duration| 1e3 * time.as_secs_f64();
+    pub(crate) fn new(
+        report: &KvReport,
+        segments: Vec<Segment>,
+        total: Duration,
+        tenant: Option<&str>,
+    ) -> Self {
         Self {
             at: unix_time_ms(),
             tenant: tenant.map(str::to_owned),
-            prompt_tokens: generation.prompt_tokens,
-            reused: generation.cached_tokens,
-            recomputed: generation.recomputed_tokens,
-            ttft_ms: ms(generation.ttft),
-            queue_ms: ms(generation.queued),
-            total_ms: ms(generation.total),
-            segments: described.segments(generation),
+            prompt_tokens: report.prompt_tokens,
+            reused: report.reused,
+            recomputed: report.recomputed,
+            ttft_ms: report.ttft_ms,
+            queue_ms: report.queue_ms,
+            total_ms: 1e3 * total.as_secs_f64(),
+            segments,
         }
     }
 }

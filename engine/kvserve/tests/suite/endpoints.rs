@@ -158,6 +158,28 @@ fn metrics_count_what_was_answered() {
 }
 
 #[test]
+fn times_begin_when_a_request_arrives() {
+    let server = server();
+    // The engine is busy until long after the request was sent.
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let mut client = crate::client::Client::new(server.address());
+    let asked = std::thread::scope(|scope| {
+        let held = scope.spawn(|| server.with_engine(move |_| released.recv().is_ok()));
+        std::thread::sleep(std::time::Duration::from_millis(200));
+        client.request("POST", CHAT, &[], question(json!({})).to_string().as_bytes());
+        std::thread::sleep(std::time::Duration::from_millis(600));
+        release.send(()).unwrap();
+        assert_eq!(held.join().unwrap(), Some(true));
+        client.answer().json()
+    });
+    let ms = |name: &str| asked["kv"][name].as_f64().unwrap();
+    assert!(ms("queue_ms") > 50.0 && ms("ttft_ms") >= ms("queue_ms"), "{asked}");
+    let text = get(server.address(), "/metrics").body;
+    let sum = "vllm:time_to_first_token_seconds_sum{model_name=\"tiny-rag\"}";
+    assert!((metric(&text, sum) * 1e3 / ms("ttft_ms") - 1.0).abs() < 0.05, "{text}");
+}
+
+#[test]
 fn a_sleeping_server_says_so_and_finds_documents_after_it_wakes() {
     let server = reusing();
     assert_eq!(post(server.address(), CHAT, &question(json!({}))).status, 200);
