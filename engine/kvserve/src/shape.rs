@@ -1,6 +1,6 @@
 //! What an answer consists of: text, text of a form, or calls of tools.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use kvengine::{AnswerConstraint, AnswerForm, AnswerGuide};
 use kvmodel::{ForcedCalls, TextCodec, ToolCallFormat, Variable};
@@ -12,9 +12,11 @@ use crate::refusal::{Kind, Refusal};
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AnswerShape {
     /// The form of the text, with the field of the request that asks for it.
-    pub(crate) form: Option<(&'static str, AnswerForm)>,
+    form: Option<(&'static str, AnswerForm)>,
     /// The tools that may be called.
-    pub(crate) tools: Option<Tools>,
+    tools: Option<Tools>,
+    /// The shape as compiled for the first prompt of the request, for all of them.
+    compiled: Arc<OnceLock<Result<CompiledShape, Refusal>>>,
 }
 
 /// Tools that may be called.
@@ -51,13 +53,17 @@ pub(crate) struct CallReading {
 }
 
 /// What a shape means for one model.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct CompiledShape {
     pub(crate) constraint: Option<Arc<dyn AnswerConstraint>>,
     pub(crate) calls: Option<CallReading>,
 }
 
 impl AnswerShape {
+    pub(crate) fn new(form: Option<(&'static str, AnswerForm)>, tools: Option<Tools>) -> Self {
+        Self { form, tools, compiled: Arc::default() }
+    }
+
     /// Returns the tools as a variable of the chat template.
     ///
     /// # Errors
@@ -73,11 +79,20 @@ impl AnswerShape {
         Ok(Some(("tools".to_owned(), Variable::List(tools.list.clone()))))
     }
 
-    /// Compiles the shape. This takes processor time: `guide` is called if the answer is constrained.
+    /// Compiles the shape once, for all prompts of a request. This takes processor time: `guide` is called if the answer is
+    /// constrained.
     ///
     /// # Errors
     /// Refuses forms and schemas that are malformed, too large, not supported, or that no answer can have.
     pub(crate) fn compile(
+        &self,
+        codec: &TextCodec,
+        guide: impl FnOnce() -> Result<Arc<AnswerGuide>, Refusal>,
+    ) -> Result<CompiledShape, Refusal> {
+        self.compiled.get_or_init(|| self.compile_now(codec, guide)).clone()
+    }
+
+    fn compile_now(
         &self,
         codec: &TextCodec,
         guide: impl FnOnce() -> Result<Arc<AnswerGuide>, Refusal>,

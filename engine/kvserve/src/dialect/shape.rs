@@ -151,9 +151,9 @@ pub(crate) fn shape(
             let reason = format!("tool_choice names {name:?}, but there is no tool with this name");
             Err(Refusal::field("tool_choice", reason))
         }
-        ToolChoice::None => Ok(AnswerShape { form, tools: None }),
-        _ if tools.is_empty() => Ok(AnswerShape { form, tools: None }),
-        _ => Ok(AnswerShape { form, tools: Some(Tools { list: tools, choice, several }) }),
+        ToolChoice::None => Ok(AnswerShape::new(form, None)),
+        _ if tools.is_empty() => Ok(AnswerShape::new(form, None)),
+        _ => Ok(AnswerShape::new(form, Some(Tools { list: tools, choice, several }))),
     }
 }
 

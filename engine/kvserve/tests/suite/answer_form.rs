@@ -102,3 +102,27 @@ fn malformed_and_hostile_schemas_are_refused(
     assert_nothing_is_held(&server);
     assert_eq!(post(server.address(), CHAT, &question(json!({}))).status, 200, "the server lives on");
 }
+
+#[test]
+fn a_schema_is_compiled_once_for_all_prompts_of_a_request() {
+    let server = server();
+    let many: Vec<String> = (0..30_000).map(|i| format!("option {}", i * i)).collect();
+    // The keyword that is refused stands behind options that take long.
+    let hostile = schema(json!({"type": "object", "properties": {"a": {"enum": many}, "b": {"not": {}}}}));
+    let time = |prompts: usize| {
+        let asked = json!({"prompt": vec!["alba ?"; prompts], "response_format": hostile, "max_tokens": 1});
+        let begun = Instant::now();
+        let answer = post(server.address(), "/v1/completions", &asked);
+        assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("response_format")));
+        begun.elapsed()
+    };
+    // The first request also creates what compiles schemas.
+    time(1);
+    let (one, all) = (time(1), time(64));
+    // The next request waits for the threads that compile.
+    let after = Instant::now();
+    assert_eq!(post(server.address(), CHAT, &question(json!({}))).status, 200);
+    let all = all + after.elapsed();
+    assert!(all < 10 * one + Duration::from_millis(500), "{one:?} for one prompt, {all:?} for 64");
+    assert_nothing_is_held(&server);
+}

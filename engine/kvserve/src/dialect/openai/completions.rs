@@ -53,7 +53,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let settings = common.settings(Some(DEFAULT_TOKENS), logprobs)?;
     let Documents { given, separator, ignore_registered, .. } = common.take_documents()?;
     let (owner, priority, samples) = (common.owner(owner)?, common.priority(), settings.samples);
-    let shape = AnswerShape { form: response_format(request.response_format.as_ref())?, tools: None };
+    let shape = AnswerShape::new(response_format(request.response_format.as_ref())?, None);
     let ask = |prompt| Ask {
         prompt,
         documents: Documents {
