@@ -5,7 +5,8 @@
 The clients are those of OpenAI, Anthropic, Cohere, LangChain and LlamaIndex, in the versions of requirements.txt. The server has the
 built-in model. Each client asks about the demo's documents, whole and streamed, and again with the documents in another order:
 all their tokens must be found then, and the answer must be that of `kvc run`. Wrong requests must become the client's own
-errors.
+errors. A second server has the same model with a chat template that writes tools. The clients force it to call a tool and to
+answer in JSON, because the model does neither by itself.
 
 ``--record`` writes the requests as the clients sent them, one a line, with the statuses of the answers. The tests of the crate
 `kvserve` send them again (`engine/kvserve/tests/recorded.jsonl`), so that they need no clients.
@@ -21,9 +22,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from served import DOCUMENTS, ROOT, SYSTEM, names, served, text_of
+from served import DOCUMENTS, ROOT, SYSTEM, names, served, text_of, with_tools
+from tool_clients import TOOL_CLIENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -310,6 +313,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.name = ""
+        self.tools = False
+        """True if the server's model has a template that writes tools."""
         self.lines: dict[str, str] = {}
         # The clients differ in the library that they send requests with.
         for library in ("httpx", "httpx2"):
@@ -337,6 +342,7 @@ class Recorder:
         headers = {name: request.headers[name] for name in self.HEADERS if name in request.headers}
         path = request.url.raw_path.decode()
         one = {"client": self.name, "status": status, "method": request.method, "path": path, "headers": headers, "body": body}
+        one |= {"tools": True} if self.tools else {}
         self.lines.setdefault(json.dumps([self.name, path, body]), json.dumps(one, ensure_ascii=False))
 
     def write(self, path: str) -> None:
@@ -355,26 +361,38 @@ def tests(client: object) -> Iterator[tuple[str, Callable[[], None]]]:
             yield name.removeprefix("test_").replace("_", " "), method
 
 
+def run(clients: dict[str, Callable[[Any], object]], server: Any, recorder: Recorder | None) -> int:
+    """Runs the tests of clients. Returns the number of those that failed."""
+    failed = 0
+    for name, client in clients.items():
+        if recorder:
+            recorder.name = name
+        for test, call in tests(client(server)):
+            try:
+                call()
+            except Exception as error:
+                failed += 1
+                print(f"FAILED  {name}: {test}: {type(error).__name__}: {error}")
+            else:
+                print(f"ok      {name}: {test}")
+    return failed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kvc", default=str(ROOT / "target/release/kvc"))
     parser.add_argument("--only", default=",".join(CLIENTS), help="clients, with commas between them")
     parser.add_argument("--record", help="a file for the requests")
     args = parser.parse_args()
-    failed, recorder = 0, Recorder() if args.record else None
+    recorder = Recorder() if args.record else None
+    asked_for = args.only.split(",")
     with served(args.kvc, "--reuse-anyway") as url:
         asked = Asked(url, args.kvc)
-        for name in args.only.split(","):
-            if recorder:
-                recorder.name = name
-            for test, call in tests(CLIENTS[name](asked)):
-                try:
-                    call()
-                except Exception as error:
-                    failed += 1
-                    print(f"FAILED  {name}: {test}: {type(error).__name__}: {error}")
-                else:
-                    print(f"ok      {name}: {test}")
+        failed = run({name: CLIENTS[name] for name in asked_for}, asked, recorder)
+    with TemporaryDirectory() as place, served(args.kvc, str(with_tools(Path(place)))) as url:
+        if recorder:
+            recorder.tools = True
+        failed += run({name: client for name, client in TOOL_CLIENTS.items() if name in asked_for}, url, recorder)
     if recorder:
         recorder.write(args.record)
     if failed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import socket
 import subprocess
 import time
@@ -17,6 +19,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = ROOT / "examples" / "documents"
 SYSTEM = (ROOT / "examples" / "system.txt").read_text()
 PATIENCE = 60
+TINY = ROOT / "models" / "tiny-rag"
+TEMPLATE = ROOT / "engine" / "kvserve" / "tests" / "tools_template.jinja"
 
 
 def names() -> list[str]:
@@ -26,6 +30,15 @@ def names() -> list[str]:
 
 def text_of(name: str) -> str:
     return (DOCUMENTS / f"{name}.txt").read_text()
+
+
+def with_tools(place: Path) -> Path:
+    """Copies the built-in model into a folder, with a chat template that writes tools."""
+    folder = place / TINY.name
+    shutil.copytree(TINY, folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE.read_text()}))
+    return folder
 
 
 @contextmanager

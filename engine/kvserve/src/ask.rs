@@ -5,12 +5,16 @@ use std::sync::Arc;
 use kvengine::Sampling;
 use kvmodel::{Message, Variable};
 
+use crate::shape::AnswerShape;
+
 /// A request in no dialect.
 #[derive(Debug)]
 pub(crate) struct Ask {
     pub(crate) prompt: AskedPrompt,
     pub(crate) documents: Documents,
     pub(crate) settings: AnswerSettings,
+    /// What an answer consists of.
+    pub(crate) shape: AnswerShape,
     pub(crate) owner: Owner,
     /// The priority. Requests with a higher one are served first.
     pub(crate) priority: i32,

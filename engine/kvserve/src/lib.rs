@@ -28,8 +28,8 @@
 //! tokenised and decoded on other threads.
 //!
 //! - `dialect`: translates requests of existing clients to [an internal one](ask), and replies back
-//! - `ask`, `prompt`, `reply`, `report`, `refusal`: the request, its tokens, its answer, what the answer says about its
-//!   prompt, and why there is none
+//! - `ask`, `shape`, `prompt`, `reply`, `calls`, `report`, `refusal`: the request, what its answer consists of, its tokens,
+//!   its answer, the calls of tools in it, what the answer says about its prompt, and why there is none
 //! - `service`, `engine_thread`, `library`, `metrics`, `tenants`: what handlers share
 //! - `page`: the page for people, with the last requests
 //! - `body`, `routes`, `server`: HTTP
@@ -39,6 +39,7 @@
 
 mod ask;
 mod body;
+mod calls;
 mod config;
 mod dialect;
 mod engine_thread;
@@ -53,6 +54,7 @@ mod report;
 mod routes;
 mod server;
 mod service;
+mod shape;
 mod tenants;
 
 pub use config::{DocumentReuse, Limits, ServedModel, ServerConfig};

@@ -133,6 +133,7 @@ fn kind_of(error: &EngineError) -> Kind {
         | EngineError::Samples { .. }
         | EngineError::Beams(_)
         | EngineError::Pages(_)
+        | EngineError::Constraint(_)
         | EngineError::Core(CoreError::OutOfBlocks { .. })
         | EngineError::Chunk(
             ChunkError::EmptyPart { .. } | ChunkError::Core(CoreError::OutOfBlocks { .. }),
@@ -142,6 +143,7 @@ fn kind_of(error: &EngineError) -> Kind {
             | ModelError::Messages(_)
             | ModelError::Template { .. }
             | ModelError::Variable(_)
+            | ModelError::Tools(_)
             | ModelError::EmptyStop,
         ) => Kind::Invalid,
         EngineError::Asleep(_) | EngineError::Cancelled => Kind::Unavailable,

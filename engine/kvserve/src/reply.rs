@@ -5,13 +5,15 @@ use std::time::{Duration, Instant};
 
 use futures_util::future::poll_fn;
 use kvengine::{Answer, AnswerEvent, FinishReason, Generation, TokenLogprobs};
-use kvmodel::{TextCodec, TextStream};
+use kvmodel::{AnswerPart, TextCodec, TextStream, ToolCall};
 use tokio::sync::{mpsc, watch};
 
+use crate::calls::CallReader;
 use crate::metrics::{Ended, ServerMetrics};
 use crate::page::{RecentRequest, RecentRequests};
 use crate::refusal::Refusal;
 use crate::report::{Described, KvReport};
+use crate::shape::CallReading;
 
 /// The number of events that wait for a slow reader. The engine does not wait for the reader in any case.
 const BUFFER: usize = 64;
@@ -35,6 +37,8 @@ pub(crate) struct Reply {
 pub(crate) enum ReplyEvent {
     /// More of a sample.
     Piece(Piece),
+    /// A call of a tool in a sample.
+    Call(usize, ToolCall),
     /// The end of a sample.
     End(SampleEnd),
 }
@@ -75,6 +79,8 @@ pub(crate) enum EndReason {
     Stop,
     /// A stop string of the request.
     StopString(String),
+    /// The model called tools.
+    Calls,
     /// A limit.
     Length,
 }
@@ -85,6 +91,8 @@ pub(crate) struct ReplyForm {
     pub(crate) samples: usize,
     pub(crate) stop: Vec<String>,
     pub(crate) logprobs: bool,
+    /// How calls of tools are read, if there may be some.
+    pub(crate) calls: Option<CallReading>,
     /// Makes the report from the costs of a sample.
     pub(crate) describe: Described,
     pub(crate) metrics: Arc<ServerMetrics>,
@@ -101,6 +109,7 @@ pub(crate) struct ReplyForm {
 #[derive(Debug, Default)]
 pub(crate) struct WholeSample {
     pub(crate) text: String,
+    pub(crate) calls: Vec<ToolCall>,
     pub(crate) tokens: Vec<ReplyToken>,
     pub(crate) num_tokens: usize,
     pub(crate) reason: Option<EndReason>,
@@ -138,6 +147,7 @@ impl Reply {
                     sample.text += &piece.text;
                     sample.tokens.extend(piece.tokens);
                 }
+                ReplyEvent::Call(sample, call) => all[sample].calls.push(call),
                 ReplyEvent::End(end) => {
                     let sample = &mut all[end.sample];
                     (sample.num_tokens, sample.reason) = (end.tokens, Some(end.reason));
@@ -152,6 +162,7 @@ impl Reply {
 /// A sample that is being decoded.
 struct Decoding<'a> {
     stream: TextStream<'a>,
+    calls: Option<CallReader>,
     /// The tokens since the last piece.
     fresh: Vec<ReplyToken>,
     /// The number of tokens so far, up to the stop string.
@@ -159,6 +170,28 @@ struct Decoding<'a> {
     /// The time of the last token.
     last: Option<Instant>,
     stopped: bool,
+}
+
+impl Decoding<'_> {
+    /// Divides new text into text for the reader and calls.
+    fn read(&mut self, text: String) -> Vec<AnswerPart> {
+        match &mut self.calls {
+            Some(calls) => calls.push(&text),
+            None if text.is_empty() => Vec::new(),
+            None => vec![AnswerPart::Text(text)],
+        }
+    }
+
+    /// Returns the events for parts of a sample. Tokens are reported with the first text behind them.
+    fn events(&mut self, sample: usize, parts: Vec<AnswerPart>) -> Vec<ReplyEvent> {
+        let event = |part| match part {
+            AnswerPart::Call(call) => ReplyEvent::Call(sample, call),
+            AnswerPart::Text(text) => {
+                ReplyEvent::Piece(Piece { sample, text, tokens: std::mem::take(&mut self.fresh) })
+            }
+        };
+        parts.into_iter().map(event).collect()
+    }
 }
 
 /// The samples of an answer that is being decoded.
@@ -171,9 +204,6 @@ struct Decoder<'a> {
     /// The time from the arrival of the request to its first token.
     first: Option<Duration>,
 }
-
-/// New text of a sample, and its end.
-type Out = (Option<Piece>, Option<SampleEnd>);
 
 /// Decodes until the answer ends or its reader goes away. Dropping the answer cancels the request.
 async fn decode(
@@ -210,8 +240,7 @@ async fn decode_all(
             event = poll_fn(|context| answer.poll_next(context)) => event,
         };
         let Some(event) = event else { return Ok(true) };
-        let (piece, end) = decoder.next(&answer, event?)?;
-        for event in [piece.map(ReplyEvent::Piece), end.map(ReplyEvent::End)].into_iter().flatten() {
+        for event in decoder.next(&answer, event?)? {
             if sender.send_timeout(Ok(event), PATIENCE).await.is_err() {
                 return Ok(false);
             }
@@ -223,18 +252,19 @@ impl<'a> Decoder<'a> {
     fn new(codec: &'a TextCodec, form: &'a ReplyForm) -> Result<Self, Refusal> {
         let sample = |_| {
             let stream = TextStream::new(codec, form.stop.iter().cloned())?;
-            Ok(Decoding { stream, fresh: Vec::new(), tokens: 0, last: None, stopped: false })
+            let marks = form.calls.map(|calls| calls.format.marks()).unwrap_or_default();
+            let (stream, calls) = (stream.showing(marks), form.calls.map(CallReader::new));
+            Ok(Decoding { stream, calls, fresh: Vec::new(), tokens: 0, last: None, stopped: false })
         };
         let samples = (0..form.samples).map(sample).collect::<Result<_, Refusal>>()?;
         Ok(Self { codec, form, samples, ended: 0, first: None })
     }
 
     /// Decodes an event of the engine.
-    fn next(&mut self, answer: &Answer, event: AnswerEvent) -> Result<Out, Refusal> {
+    fn next(&mut self, answer: &Answer, event: AnswerEvent) -> Result<Vec<ReplyEvent>, Refusal> {
         match event {
             AnswerEvent::Token { sample, token, logprobs } => {
-                let piece = self.token(answer, sample, token, logprobs.as_deref())?;
-                Ok((piece, None))
+                self.token(answer, sample, token, logprobs.as_deref())
             }
             AnswerEvent::End { sample, generation } => self.end(sample, &generation),
         }
@@ -246,9 +276,9 @@ impl<'a> Decoder<'a> {
         sample: usize,
         token: u32,
         logprobs: Option<&TokenLogprobs>,
-    ) -> Result<Option<Piece>, Refusal> {
+    ) -> Result<Vec<ReplyEvent>, Refusal> {
         let Some(decoding) = self.samples.get_mut(sample).filter(|decoding| !decoding.stopped) else {
-            return Ok(None);
+            return Ok(Vec::new());
         };
         let now = Instant::now();
         if let Some(last) = decoding.last.replace(now) {
@@ -264,25 +294,36 @@ impl<'a> Decoder<'a> {
         if let Some(logprobs) = logprobs.filter(|_| self.form.logprobs) {
             decoding.fresh.push(described(self.codec, logprobs)?);
         }
-        if decoding.stream.is_stopped() {
+        let parts = decoding.read(text);
+        if decoding.stream.is_stopped() || decoding.calls.as_ref().is_some_and(CallReader::is_complete) {
             decoding.stopped = true;
             answer.complete(sample);
         }
-        if text.is_empty() {
-            return Ok(None);
-        }
-        let tokens = std::mem::take(&mut decoding.fresh);
-        Ok(Some(Piece { sample, text, tokens }))
+        Ok(decoding.events(sample, parts))
     }
 
-    fn end(&mut self, sample: usize, generation: &Generation) -> Result<Out, Refusal> {
-        let Some(decoding) = self.samples.get_mut(sample) else { return Ok((None, None)) };
+    fn end(&mut self, sample: usize, generation: &Generation) -> Result<Vec<ReplyEvent>, Refusal> {
+        let Some(decoding) = self.samples.get_mut(sample) else { return Ok(Vec::new()) };
         let text = decoding.stream.rest()?.to_owned();
         let reason = match (decoding.stream.stop_string(), generation.finish) {
             (Some(stop), _) => EndReason::StopString(stop.to_owned()),
             (None, FinishReason::Length) => EndReason::Length,
             (None, FinishReason::Stop | FinishReason::StopString) => EndReason::Stop,
         };
+        let mut parts = decoding.read(text);
+        let reason = match decoding.calls.as_mut() {
+            None => reason,
+            Some(calls) => {
+                parts.extend(calls.finish(reason == EndReason::Stop));
+                let was_cut = reason == EndReason::Length && !calls.is_complete();
+                if calls.has_called() && !was_cut { EndReason::Calls } else { reason }
+            }
+        };
+        let mut events = decoding.events(sample, parts);
+        if !decoding.fresh.is_empty() {
+            let tokens = std::mem::take(&mut decoding.fresh);
+            events.push(ReplyEvent::Piece(Piece { sample, text: String::new(), tokens }));
+        }
         let (metrics, tokens) = (&self.form.metrics, decoding.tokens);
         let (elapsed, queued) = (self.form.arrived.elapsed(), self.form.waited + generation.queued);
         metrics.sample(generation, tokens, (elapsed, queued), self.ended == 0);
@@ -294,9 +335,8 @@ impl<'a> Decoder<'a> {
         }
         metrics.ended(if reason == EndReason::Length { Ended::Length } else { Ended::Stop });
         self.ended += 1;
-        let piece = Piece { sample, text, tokens: std::mem::take(&mut decoding.fresh) };
-        let piece = (!piece.text.is_empty() || !piece.tokens.is_empty()).then_some(piece);
-        Ok((piece, Some(SampleEnd { sample, reason, tokens, report })))
+        events.push(ReplyEvent::End(SampleEnd { sample, reason, tokens, report }));
+        Ok(events)
     }
 }
 

@@ -21,7 +21,7 @@ use crate::engine_thread::EngineThread;
 use crate::error::{Error, Result};
 use crate::library::Libraries;
 use crate::routes::routes;
-use crate::service::{BlockSize, Service, unix_time};
+use crate::service::{BlockSize, Guide, Service, unix_time};
 
 /// The number of threads that read and write connections, and decode answers.
 const WORKERS: usize = 2;
@@ -67,6 +67,7 @@ impl Server {
         }
         let of_model = engine.model().config();
         let (context, vocabulary) = (of_model.max_positions, of_model.vocab_size);
+        let guide = Guide::new(of_model.clone());
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(WORKERS)
             .max_blocking_threads(TOKENISERS)
@@ -95,6 +96,7 @@ impl Server {
             block,
             context,
             vocabulary,
+            guide,
             seats: Arc::default(),
             closing: closing.subscribe(),
             started: unix_time(),

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use kvengine::{Engine, PromptTokens, Request};
-use kvmodel::{TextCodec, TextStream};
+use kvengine::{AnswerGuide, Engine, PromptTokens, Request};
+use kvmodel::{ModelConfig, TextCodec, TextStream};
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::{debug, info};
 
@@ -40,6 +41,8 @@ pub(crate) struct Service {
     pub(crate) context: usize,
     /// The number of tokens that the model knows.
     pub(crate) vocabulary: usize,
+    /// Compiles the forms of answers, once one is asked for.
+    pub(crate) guide: Guide,
     /// The number of requests that are answered or wait.
     pub(crate) seats: Arc<AtomicUsize>,
     /// True once the shutdown ends all answers.
@@ -62,6 +65,32 @@ impl BlockSize {
         let blocks: usize = [report.main, report.chunks].into_iter().flatten().map(|pool| pool.total).sum();
         let tokens = engine.cache().as_paged().map_or(1, |paged| paged.kv_pool().block_size());
         Self { tokens, bytes: report.kv_bytes / blocks.max(1) }
+    }
+}
+
+/// A compiler of the forms of answers, which is created when the first form is asked for.
+#[derive(Debug, Clone)]
+pub(crate) struct Guide {
+    config: Arc<ModelConfig>,
+    created: Arc<Mutex<Option<Arc<AnswerGuide>>>>,
+}
+
+impl Guide {
+    pub(crate) fn new(config: ModelConfig) -> Self {
+        Self { config: Arc::new(config), created: Arc::default() }
+    }
+
+    /// Returns the compiler. Creating it takes up to a second.
+    ///
+    /// # Errors
+    /// Refuses if the tokenizer's tokens have no bytes of their own.
+    fn get(&self, codec: &TextCodec) -> Result<Arc<AnswerGuide>, Refusal> {
+        let mut created = self.created.lock();
+        if let Some(guide) = &*created {
+            return Ok(Arc::clone(guide));
+        }
+        let guide = AnswerGuide::new(codec, &self.config)?;
+        Ok(Arc::clone(created.insert(Arc::new(guide))))
     }
 }
 
@@ -88,15 +117,20 @@ impl Service {
         let arrived = Instant::now();
         let seat = self.seat()?;
         TextStream::check_stop(&ask.settings.stop)?;
-        let (codec, Ask { prompt, documents, settings, owner, priority, label }) = (self.codec.clone(), ask);
+        let (codec, guide) = (self.codec.clone(), self.guide.clone());
+        let Ask { prompt, documents, settings, shape, owner, priority, label } = ask;
         // With full attention, nothing is gained by cutting a text.
         let has_library = self.reuse.is_some() && !documents.ignore_registered;
         let library = has_library.then(|| self.libraries.of(owner.tenant.as_ref()));
         // A request that is given up keeps its place until its text is tokenised.
-        let built = self.tokenised(seat, move || prompt::build(&codec, prompt, documents, library.as_ref()));
-        let (built, seat) = built.await?;
+        let built = self.tokenised(seat, move || {
+            let shape = shape.compile(&codec, || guide.get(&codec))?;
+            Ok((prompt::build(&codec, prompt, documents, library.as_ref())?, shape))
+        });
+        let ((built, shape), seat) = built.await?;
         let tenant = owner.tenant.clone();
-        let (request, described) = self.request(built, &settings, owner, priority)?;
+        let (mut request, described) = self.request(built, &settings, owner, priority)?;
+        request.constraint = shape.constraint;
         debug!(
             prompt_tokens = request.prompt.len(),
             documents = described.documents.len(),
@@ -110,6 +144,7 @@ impl Service {
             samples: settings.samples,
             stop: settings.stop,
             logprobs: settings.logprobs.is_some(),
+            calls: shape.calls,
             describe: described,
             metrics: Arc::clone(&self.metrics),
             recent: Arc::clone(&self.recent),

@@ -10,6 +10,7 @@ pub(crate) mod documents;
 pub(crate) mod openai;
 pub(crate) mod registered;
 pub(crate) mod responses;
+pub(crate) mod shape;
 pub(crate) mod stream;
 pub(crate) mod tokens;
 

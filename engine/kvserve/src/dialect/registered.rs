@@ -17,6 +17,7 @@ use super::openai::respond;
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
+use crate::shape::AnswerShape;
 use crate::tenants;
 
 /// The most bytes of an ID.
@@ -137,6 +138,7 @@ async fn compute(service: Arc<Service>, owner: Owner, id: String, text: String, 
         ignore_end: true,
     };
     let ask = Ask {
+        shape: AnswerShape::default(),
         prompt: AskedPrompt::Conversation { messages, variables: Vec::new() },
         documents: Documents::default(),
         settings,

@@ -49,8 +49,6 @@ fn assert_refused(answer: &Answer, status: u16, param: Option<&str>, words: &str
 #[case::top_logprobs(json!({"logprobs": true, "top_logprobs": 21}), Some("top_logprobs"), "at most 20")]
 #[case::top_alone(json!({"top_logprobs": 2}), Some("top_logprobs"), "needs logprobs")]
 #[case::salt(json!({"cache_salt": ""}), Some("cache_salt"), "1 to 256 bytes")]
-#[case::tools(json!({"tools": [{"type": "function", "function": {"name": "f"}}]}), Some("tools"), "not supported yet")]
-#[case::schema(json!({"response_format": {"type": "json_object"}}), Some("response_format"), "not supported yet")]
 #[case::audio(json!({"modalities": ["text", "audio"]}), Some("modalities"), "not supported yet")]
 #[case::store(json!({"store": true}), Some("store"), "not supported yet")]
 #[case::no_messages(json!({"messages": []}), Some("messages"), "the list is empty")]
@@ -127,7 +125,7 @@ fn another_model_and_another_path_do_not_exist() {
     assert_refused(&answer, 404, Some("model"), "\"gpt-5\" does not exist");
     assert_eq!(answer.json()["error"]["code"], "model_not_found");
     assert_refused(&get(server.address(), "/v1/models/gpt-5"), 404, Some("model"), "does not exist");
-    assert_refused(&get(server.address(), "/v1/images"), 404, None, "there is no GET /v1/images");
+    assert_refused(&get(server.address(), "/v3/chat"), 404, None, "there is no GET /v3/chat");
     assert_refused(&get(server.address(), CHAT), 405, None, "does not accept GET");
     assert_refused(&post(server.address(), "/v1/models", &json!({})), 405, None, "does not accept POST");
 }

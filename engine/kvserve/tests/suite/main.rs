@@ -2,11 +2,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "JSON is written where it is passed")]
 
+mod answer_form;
 mod anthropic;
+mod anthropic_tools;
 mod bad_input;
 mod chat;
 mod client;
 mod cohere;
+mod cohere_tools;
 mod common;
 mod documents;
 mod endpoints;
@@ -14,5 +17,8 @@ mod page;
 mod recorded;
 mod registered;
 mod responses;
+mod responses_tools;
 mod shutdown;
 mod tenants;
+mod tooled;
+mod tools;

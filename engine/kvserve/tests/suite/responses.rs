@@ -122,8 +122,6 @@ fn a_cut_response_is_incomplete() {
 #[case(json!({"conversation": "conv_1"}), "conversation", "send the whole conversation")]
 #[case(json!({"background": true}), "background", "not supported yet")]
 #[case(json!({"prompt": {"id": "a"}}), "prompt", "not supported yet")]
-#[case(json!({"tools": [{"type": "web_search"}]}), "tools", "not supported yet")]
-#[case(json!({"text": {"format": {"type": "json_schema"}}}), "text.format", "not supported yet")]
 #[case(json!({"truncation": "auto"}), "truncation", "never cut")]
 #[case(json!({"max_output_tokens": 0}), "max_output_tokens", "at least 1")]
 #[case(json!({"temperature": 3}), "temperature", "from 0 to 2")]

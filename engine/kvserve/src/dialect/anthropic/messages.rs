@@ -12,6 +12,7 @@ use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
 use super::blocks::{Conversation, conversation};
+use super::shape::{answer_shape, blocks};
 use super::stream::MessageChunks;
 use super::{respond, usage};
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
@@ -20,6 +21,7 @@ use crate::dialect::{new_id, random, stream};
 use crate::refusal::Refusal;
 use crate::reply::EndReason;
 use crate::service::Service;
+use crate::shape::AnswerShape;
 
 /// A request. Every other field is refused.
 #[derive(Debug, Deserialize)]
@@ -76,9 +78,11 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let model = service.check_model(request.model.as_deref())?;
     request.check_supported()?;
     let settings = request.settings()?;
-    let (prompt, documents) = request.prompt(service)?;
+    let shape = request.shape()?;
+    let (prompt, documents) = request.prompt(service, &shape)?;
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
-    let reply = service.answer(Ask { prompt, documents, settings, owner, priority: 0, label: None }).await?;
+    let reply =
+        service.answer(Ask { prompt, documents, settings, shape, owner, priority: 0, label: None }).await?;
     let id = new_id("msg_");
     if request.stream.unwrap_or(false) {
         let chunks = MessageChunks::new(id, model, reply.prompt_tokens);
@@ -92,7 +96,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
         "type": "message",
         "role": "assistant",
         "model": model,
-        "content": [{"type": "text", "text": sample.text}],
+        "content": blocks(&sample),
         "stop_reason": reason,
         "stop_sequence": string,
         "usage": usage(&report, sample.num_tokens),
@@ -105,7 +109,7 @@ async fn counted(service: &Service, request: Request) -> Result<Response, Refusa
     let (_, request): (_, MessagesRequest) = service.read(request).await?;
     service.check_model(request.model.as_deref())?;
     request.check_supported()?;
-    let (prompt, documents) = request.prompt(service)?;
+    let (prompt, documents) = request.prompt(service, &request.shape()?)?;
     let tokens = service.count(prompt, documents).await?;
     Ok(Json(json!({"input_tokens": tokens.len()})).into_response())
 }
@@ -114,15 +118,8 @@ impl MessagesRequest {
     /// Refuses fields that would change the answer in a way that this server does not know.
     fn check_supported(&self) -> Result<(), Refusal> {
         let is_empty = |list: &Variable| matches!(list, Variable::List(items) if items.is_empty());
-        let is_none = |choice: &Variable| choice.field("type") == Some(&"none".into());
         for (name, given, fits) in [
-            ("tools", &self.tools, &is_empty as &dyn Fn(&Variable) -> bool),
-            ("tool_choice", &self.tool_choice, &is_none),
-            ("output_format", &self.output_format, &|_| false),
-            ("output_config.format", &self.output_config, &|config| {
-                matches!(config.field("format"), None | Some(Variable::None))
-            }),
-            ("mcp_servers", &self.mcp_servers, &is_empty),
+            ("mcp_servers", &self.mcp_servers, &is_empty as &dyn Fn(&Variable) -> bool),
             ("container", &self.container, &|_| false),
         ] {
             if given.as_ref().is_some_and(|given| *given != Variable::None && !fits(given)) {
@@ -160,7 +157,14 @@ impl MessagesRequest {
         })
     }
 
-    fn prompt(&self, service: &Service) -> Result<(AskedPrompt, Documents), Refusal> {
+    /// Returns what an answer consists of.
+    fn shape(&self) -> Result<AnswerShape, Refusal> {
+        let config = self.output_config.as_ref().and_then(|config| config.field("format"));
+        let formats = [("output_format", self.output_format.as_ref()), ("output_config.format", config)];
+        answer_shape(self.tools.as_ref(), self.tool_choice.as_ref(), formats)
+    }
+
+    fn prompt(&self, service: &Service, shape: &AnswerShape) -> Result<(AskedPrompt, Documents), Refusal> {
         let reuse = service.reuse.is_some();
         let Conversation { messages, documents } = conversation(self.system.as_ref(), &self.messages, reuse)?;
         let thinks = self.thinking.as_ref().and_then(|thinking| match thinking.field("type") {
@@ -171,7 +175,8 @@ impl MessagesRequest {
         let effort = self.output_config.as_ref().and_then(|config| config.field("effort"));
         let effort = effort.filter(|effort| matches!(effort, Variable::Text(_)));
         let effort = effort.map(|effort| ("reasoning_effort".to_owned(), effort.clone()));
-        let variables = thinks.into_iter().chain(effort).collect();
+        let tools = shape.variable(&service.codec)?;
+        let variables = thinks.into_iter().chain(effort).chain(tools).collect();
         let ignore_registered = self.registered_documents == Some(false);
         let documents = Documents { given: documents, ignore_registered, ..Documents::default() };
         Ok((AskedPrompt::Conversation { messages, variables }, documents))
@@ -184,6 +189,7 @@ pub(super) fn stop_reason(reason: Option<&EndReason>) -> (Option<&'static str>, 
         None => (None, Value::Null),
         Some(EndReason::Stop) => (Some("end_turn"), Value::Null),
         Some(EndReason::StopString(string)) => (Some("stop_sequence"), json!(string)),
+        Some(EndReason::Calls) => (Some("tool_use"), Value::Null),
         Some(EndReason::Length) => (Some("max_tokens"), Value::Null),
     }
 }

@@ -11,6 +11,7 @@ use crate::report::{KvReport, PartSource};
 
 mod blocks;
 pub(crate) mod messages;
+mod shape;
 mod stream;
 
 /// Returns a handler's response.

@@ -11,6 +11,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::json;
 
+use super::shape::{answer_shape, message};
 use super::stream::CohereChunks;
 use super::{finish_reason, respond, usage};
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
@@ -43,7 +44,7 @@ struct CohereRequest {
     tool_choice: Option<Variable>,
     response_format: Option<Variable>,
     logprobs: Option<bool>,
-    #[allow(dead_code, reason = "without tools, there is nothing to be strict about")]
+    #[allow(dead_code, reason = "forced calls match their schemas in any case")]
     strict_tools: Option<IgnoredAny>,
     #[allow(dead_code, reason = "answers have no citations")]
     citation_options: Option<IgnoredAny>,
@@ -63,16 +64,22 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     service.check_model(request.model.as_deref())?;
     request.check_supported()?;
     let settings = request.settings()?;
+    let shape =
+        answer_shape(request.tools.as_ref(), request.tool_choice.as_ref(), request.response_format.as_ref())?;
     let messages = Message::from_variable(request.messages)
         .map_err(|error| Refusal { param: Some("messages".to_owned()), ..Refusal::from(error) })?;
-    let prompt = AskedPrompt::Conversation { messages, variables: Vec::new() };
+    let prompt = AskedPrompt::Conversation {
+        messages,
+        variables: shape.variable(&service.codec)?.into_iter().collect(),
+    };
     let ignore_registered = request.registered_documents == Some(false);
     let given = documents(request.documents.as_ref())?;
     let documents = Documents { given, ignore_registered, ..Documents::default() };
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
     // Smaller numbers are more urgent.
     let priority = request.priority.unwrap_or(0).saturating_neg();
-    let reply = service.answer(Ask { prompt, documents, settings, owner, priority, label: None }).await?;
+    let reply =
+        service.answer(Ask { prompt, documents, settings, shape, owner, priority, label: None }).await?;
     let id = new_id("");
     if request.stream.unwrap_or(false) {
         return Ok(stream::respond(vec![reply], CohereChunks::new(id)));
@@ -82,7 +89,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let all = json!({
         "id": id,
         "finish_reason": sample.reason.as_ref().map(finish_reason),
-        "message": {"role": "assistant", "content": [{"type": "text", "text": sample.text}]},
+        "message": message(&sample),
         "usage": usage(&report, sample.num_tokens),
         "kv": report,
     });
@@ -92,18 +99,6 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
 impl CohereRequest {
     /// Refuses fields that would change the answer in a way that this server does not know.
     fn check_supported(&self) -> Result<(), Refusal> {
-        let is_empty = |list: &Variable| matches!(list, Variable::List(items) if items.is_empty());
-        let is_text = |format: &Variable| format.field("type") == Some(&"text".into());
-        let is_none = |choice: &Variable| *choice == "NONE".into();
-        for (name, given, fits) in [
-            ("tools", &self.tools, &is_empty as &dyn Fn(&Variable) -> bool),
-            ("tool_choice", &self.tool_choice, &is_none),
-            ("response_format", &self.response_format, &is_text),
-        ] {
-            if given.as_ref().is_some_and(|given| *given != Variable::None && !fits(given)) {
-                return Err(Refusal::unsupported(name, "send the request without it"));
-            }
-        }
         if self.logprobs == Some(true) {
             return Err(Refusal::unsupported("logprobs", "ask for them at /v1/chat/completions"));
         }

@@ -12,6 +12,7 @@ use crate::reply::EndReason;
 use crate::report::KvReport;
 
 pub(crate) mod chat;
+mod shape;
 mod stream;
 
 /// Returns a handler's response.
@@ -49,6 +50,7 @@ fn finish_reason(reason: &EndReason) -> &'static str {
     match reason {
         EndReason::Stop => "COMPLETE",
         EndReason::StopString(_) => "STOP_SEQUENCE",
+        EndReason::Calls => "TOOL_CALL",
         EndReason::Length => "MAX_TOKENS",
     }
 }

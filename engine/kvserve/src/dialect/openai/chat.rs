@@ -6,19 +6,22 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::sse::Event;
 use axum::response::{IntoResponse as _, Response};
-use kvmodel::{Message, Variable};
+use kvmodel::{Message, ToolCall, Variable};
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
 use super::fields::{MAX_LOGPROBS, openai_request};
+use super::shape::{TOOL, response_format, tool_choice};
 use super::{Usage, done, finish_reason, refused_stream, respond};
 use crate::ask::{Ask, AskedPrompt};
 use crate::dialect::new_id;
+use crate::dialect::shape::shape;
 use crate::dialect::stream::{self, Chunks, data};
 use crate::refusal::Refusal;
 use crate::reply::{ReplyEvent, ReplyToken, WholeSample};
 use crate::report::KvReport;
 use crate::service::{Service, unix_time};
+use crate::shape::AnswerShape;
 
 openai_request! {
     /// A request.
@@ -43,8 +46,7 @@ openai_request! {
         web_search_options: Option<Variable>,
         moderation: Option<Variable>,
         store: Option<bool>,
-        #[allow(dead_code, reason = "there are no calls of tools yet")]
-        parallel_tool_calls: Option<IgnoredAny>,
+        parallel_tool_calls: Option<bool>,
         #[allow(dead_code, reason = "labels change nothing")]
         metadata: Option<IgnoredAny>,
         #[allow(dead_code, reason = "labels change nothing")]
@@ -76,18 +78,20 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let settings = common.settings(request.max_completion_tokens, logprobs)?;
     let mut documents = common.take_documents()?;
     documents.from_parts = request.parts_as_documents.unwrap_or(false);
-    let variables = request.variables()?;
+    let shape = request.shape()?;
+    let mut variables = request.variables()?;
+    variables.extend(shape.variable(&service.codec)?);
     let messages = conversation(std::mem::take(&mut request.messages))?;
     let prompt = AskedPrompt::Conversation { messages, variables };
     let (owner, priority) = (common.owner(owner)?, common.priority());
     let samples = settings.samples;
     let reply = service
-        .answer(Ask { prompt, documents, settings, owner, priority, label: common.prompt_cache_key })
+        .answer(Ask { prompt, documents, settings, shape, owner, priority, label: common.prompt_cache_key })
         .await?;
     let form = Form { id: new_id("chatcmpl-"), created: unix_time(), model, logprobs: logprobs.is_some() };
     if request.stream.unwrap_or(false) {
         let usage = request.stream_options.and_then(|options| options.include_usage).unwrap_or(false);
-        let chunks = ChatChunks { form, usage, samples, tokens: 0, report: None };
+        let chunks = ChatChunks { form, usage, calls: vec![0; samples], tokens: 0, report: None };
         return Ok(stream::respond(vec![reply], chunks));
     }
     let (all, report) = reply.whole(samples).await?;
@@ -107,23 +111,19 @@ impl ChatRequest {
     /// Refuses fields that would change the answer in a way that this server does not know.
     fn check_supported(&self) -> Result<(), Refusal> {
         let is_empty = |list: &Variable| matches!(list, Variable::List(items) if items.is_empty());
-        let is_text = |format: &Variable| format.field("type") == Some(&"text".into());
         let is_none = |choice: &Variable| *choice == "none".into();
         let only_text = |kinds: &Variable| *kinds == Variable::List(vec!["text".into()]);
         let without = "send the request without it";
-        for (name, given, fits) in [
-            ("tools", &self.tools, &is_empty as &dyn Fn(&Variable) -> bool),
-            ("functions", &self.functions, &is_empty),
-            ("tool_choice", &self.tool_choice, &is_none),
-            ("function_call", &self.function_call, &is_none),
-            ("response_format", &self.response_format, &is_text),
-            ("modalities", &self.modalities, &only_text),
-            ("audio", &self.audio, &|_| false),
-            ("web_search_options", &self.web_search_options, &|_| false),
-            ("moderation", &self.moderation, &|_| false),
+        for (name, given, fits, advice) in [
+            ("functions", &self.functions, &is_empty as &dyn Fn(&Variable) -> bool, "send tools"),
+            ("function_call", &self.function_call, &is_none, "send tools and tool_choice"),
+            ("modalities", &self.modalities, &only_text, without),
+            ("audio", &self.audio, &|_| false, without),
+            ("web_search_options", &self.web_search_options, &|_| false, without),
+            ("moderation", &self.moderation, &|_| false, without),
         ] {
             if given.as_ref().is_some_and(|given| *given != Variable::None && !fits(given)) {
-                return Err(Refusal::unsupported(name, without));
+                return Err(Refusal::unsupported(name, advice));
             }
         }
         if self.store == Some(true) {
@@ -136,6 +136,13 @@ impl ChatRequest {
             ));
         }
         Ok(())
+    }
+
+    /// Returns what an answer consists of.
+    fn shape(&self) -> Result<AnswerShape, Refusal> {
+        let choice = tool_choice(self.tool_choice.as_ref(), Some("function"))?;
+        let form = response_format(self.response_format.as_ref())?;
+        shape(TOOL.read(self.tools.as_ref())?, choice, self.parallel_tool_calls.unwrap_or(true), form)
     }
 
     /// Returns the number of likely tokens to report, if log-probabilities are asked for.
@@ -190,9 +197,15 @@ struct Form {
 impl Form {
     fn whole(&self, samples: &[WholeSample], report: &KvReport) -> Value {
         let choice = |(index, sample): (usize, &WholeSample)| {
+            let calls = !sample.calls.is_empty();
+            let content = (!calls || !sample.text.is_empty()).then_some(&sample.text);
+            let mut message = json!({"role": "assistant", "content": content, "refusal": null});
+            if calls {
+                message["tool_calls"] = sample.calls.iter().map(called).collect();
+            }
             json!({
                 "index": index,
-                "message": {"role": "assistant", "content": sample.text, "refusal": null},
+                "message": message,
                 "logprobs": self.logprobs.then(|| json!({"content": logprobs(&sample.tokens), "refusal": null})),
                 "finish_reason": sample.reason.as_ref().map(finish_reason),
             })
@@ -236,7 +249,8 @@ struct ChatChunks {
     form: Form,
     /// True if the last chunk has the numbers of tokens.
     usage: bool,
-    samples: usize,
+    /// The number of calls so far, for each answer.
+    calls: Vec<usize>,
     tokens: usize,
     report: Option<KvReport>,
 }
@@ -244,7 +258,7 @@ struct ChatChunks {
 impl Chunks for ChatChunks {
     fn begin(&mut self) -> Vec<Event> {
         let role = |index| self.form.delta(index, &json!({"role": "assistant", "content": ""}), &[], None);
-        (0..self.samples).map(|index| data(&role(index))).collect()
+        (0..self.calls.len()).map(|index| data(&role(index))).collect()
     }
 
     fn event(&mut self, _prompt: usize, event: ReplyEvent) -> Vec<Event> {
@@ -252,6 +266,12 @@ impl Chunks for ChatChunks {
             ReplyEvent::Piece(piece) => {
                 let delta = json!({"content": piece.text});
                 vec![data(&self.form.delta(piece.sample, &delta, &piece.tokens, None))]
+            }
+            ReplyEvent::Call(sample, call) => {
+                let mut call = called(&call);
+                call["index"] = json!(self.calls[sample]);
+                self.calls[sample] += 1;
+                vec![data(&self.form.delta(sample, &json!({"tool_calls": [call]}), &[], None))]
             }
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
@@ -276,6 +296,12 @@ impl Chunks for ChatChunks {
     fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {
         refused_stream(refusal)
     }
+}
+
+/// Returns a call with an ID of its own.
+fn called(call: &ToolCall) -> Value {
+    let function = json!({"name": call.name, "arguments": call.arguments});
+    json!({"id": new_id("call_"), "type": "function", "function": function})
 }
 
 /// Returns the log-probabilities of tokens.

@@ -11,6 +11,7 @@ use kvmodel::Variable;
 use serde_json::{Value, json};
 
 use super::fields::{MAX_LOGPROBS, openai_request};
+use super::shape::response_format;
 use super::{Usage, done, finish_reason, refused_stream, respond};
 use crate::ask::{Ask, AskedPrompt, Documents};
 use crate::dialect::new_id;
@@ -19,6 +20,7 @@ use crate::refusal::Refusal;
 use crate::reply::{EndReason, ReplyEvent, ReplyToken, WholeSample};
 use crate::report::KvReport;
 use crate::service::{Service, unix_time};
+use crate::shape::AnswerShape;
 
 /// The most prompts of a request.
 const MAX_PROMPTS: usize = 64;
@@ -33,6 +35,7 @@ openai_request! {
         echo: Option<bool>,
         best_of: Option<u64>,
         suffix: Option<String>,
+        response_format: Option<Variable>,
     }
 }
 
@@ -50,6 +53,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let settings = common.settings(Some(DEFAULT_TOKENS), logprobs)?;
     let Documents { given, separator, ignore_registered, .. } = common.take_documents()?;
     let (owner, priority, samples) = (common.owner(owner)?, common.priority(), settings.samples);
+    let shape = AnswerShape::new(response_format(request.response_format.as_ref())?, None);
     let ask = |prompt| Ask {
         prompt,
         documents: Documents {
@@ -59,6 +63,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
             ignore_registered,
         },
         settings: settings.clone(),
+        shape: shape.clone(),
         owner: owner.clone(),
         priority,
         label: common.prompt_cache_key.clone(),
@@ -206,6 +211,8 @@ impl Chunks for CompletionChunks {
                 self.offsets[index] += characters(&piece.tokens);
                 vec![data(&self.form.object(&json!([choice])))]
             }
+            // Texts are asked for without tools.
+            ReplyEvent::Call(..) => Vec::new(),
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
                 let index = prompt * self.form.samples + end.sample;

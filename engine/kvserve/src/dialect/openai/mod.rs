@@ -17,6 +17,7 @@ pub(crate) mod chat;
 pub(crate) mod completions;
 pub(crate) mod fields;
 pub(crate) mod models;
+pub(crate) mod shape;
 
 /// Returns a refusal in this dialect.
 pub(crate) fn refused(refusal: &Refusal) -> Response {
@@ -89,6 +90,7 @@ impl Usage {
 fn finish_reason(reason: &EndReason) -> &'static str {
     match reason {
         EndReason::Stop | EndReason::StopString(_) => "stop",
+        EndReason::Calls => "tool_calls",
         EndReason::Length => "length",
     }
 }

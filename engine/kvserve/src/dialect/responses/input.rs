@@ -20,7 +20,12 @@ pub(super) fn conversation(instructions: Option<&str>, input: &Variable) -> Resu
         }
         Variable::List(items) => {
             for (i, given) in items.iter().enumerate() {
-                messages.extend(item(&format!("input[{i}]"), given)?);
+                let place = format!("input[{i}]");
+                match item(&place, given)? {
+                    Some(Item::Message(message)) => messages.push(message),
+                    Some(Item::Call(call)) => add_call(&mut messages, call),
+                    None => {}
+                }
             }
         }
         _ => return Err(Refusal::field("input", "input must be a string or a list of items")),
@@ -29,8 +34,28 @@ pub(super) fn conversation(instructions: Option<&str>, input: &Variable) -> Resu
     Message::from_variable(Variable::List(messages)).map_err(|error| named(error.into()))
 }
 
-/// Returns the message for an item, or `None` for reasoning, which models do not read again.
-fn item(place: &str, given: &Variable) -> Result<Option<Variable>, Refusal> {
+/// What an item adds to a conversation.
+enum Item {
+    Message(Variable),
+    /// A call, which belongs to the model's message in front of it.
+    Call(Variable),
+}
+
+/// Adds a call to the model's message at the end, or to a new one.
+fn add_call(messages: &mut Vec<Variable>, call: Variable) {
+    let is_models = |message: &Variable| message.field("role") == Some(&"assistant".into());
+    let Some(Variable::Map(last)) = messages.last_mut().filter(|last| is_models(last)) else {
+        messages.push(message("assistant", [("tool_calls", Variable::List(vec![call]))]));
+        return;
+    };
+    match last.iter_mut().find(|(name, _)| name == "tool_calls") {
+        Some((_, Variable::List(calls))) => calls.push(call),
+        _ => last.push(("tool_calls".to_owned(), Variable::List(vec![call]))),
+    }
+}
+
+/// Reads an item. Returns `None` for reasoning, which models do not read again.
+fn item(place: &str, given: &Variable) -> Result<Option<Item>, Refusal> {
     let kind = match given.field("type") {
         Some(Variable::Text(kind)) => kind.as_str(),
         _ => "message",
@@ -39,7 +64,7 @@ fn item(place: &str, given: &Variable) -> Result<Option<Variable>, Refusal> {
         "message" => {
             let role = string(place, given, "role")?;
             let content = content(&format!("{place}.content"), given.field("content"))?;
-            Ok(Some(message(&role, [("content", content)])))
+            Ok(Some(Item::Message(message(&role, [("content", content)]))))
         }
         "function_call" => {
             let function = fields([
@@ -51,12 +76,12 @@ fn item(place: &str, given: &Variable) -> Result<Option<Variable>, Refusal> {
                 ("type", "function".into()),
                 ("function", function),
             ]);
-            Ok(Some(message("assistant", [("tool_calls", Variable::List(vec![call]))])))
+            Ok(Some(Item::Call(call)))
         }
         "function_call_output" => {
             let id = Variable::Text(string(place, given, "call_id")?);
             let output = content(&format!("{place}.output"), given.field("output"))?;
-            Ok(Some(message("tool", [("tool_call_id", id), ("content", output)])))
+            Ok(Some(Item::Message(message("tool", [("tool_call_id", id), ("content", output)]))))
         }
         "reasoning" => Ok(None),
         other => Err(Refusal::field(

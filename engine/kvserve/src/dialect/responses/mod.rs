@@ -13,18 +13,23 @@ use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
 use self::input::conversation;
+use self::output::{items, status};
 use self::stream::ResponseChunks;
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
 use crate::dialect::documents::documents;
 use crate::dialect::openai::fields::{MAX_LOGPROBS, salt, within};
 use crate::dialect::openai::respond;
+use crate::dialect::openai::shape::{text_form, tool_choice};
+use crate::dialect::shape::{ToolForm, shape};
 use crate::dialect::{new_id, random};
 use crate::refusal::Refusal;
-use crate::reply::{EndReason, ReplyToken, WholeSample};
+use crate::reply::EndReason;
 use crate::report::KvReport;
 use crate::service::{Service, unix_time};
+use crate::shape::{AnswerShape, value};
 
 mod input;
+mod output;
 mod stream;
 
 /// A request. Every other field is refused.
@@ -60,9 +65,8 @@ struct ResponsesRequest {
     metadata: Option<Value>,
     #[allow(dead_code, reason = "no answer is kept, whether asked or not")]
     store: Option<bool>,
-    #[allow(dead_code, reason = "there are no calls of tools yet")]
-    parallel_tool_calls: Option<IgnoredAny>,
-    #[allow(dead_code, reason = "there are no calls of tools yet")]
+    parallel_tool_calls: Option<bool>,
+    #[allow(dead_code, reason = "a limit for tools that a server calls")]
     max_tool_calls: Option<IgnoredAny>,
     #[allow(dead_code, reason = "a proxy may pad the stream")]
     stream_options: Option<IgnoredAny>,
@@ -89,7 +93,9 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     request.check_supported()?;
     let settings = request.settings()?;
     let messages = conversation(request.instructions.as_deref(), &request.input)?;
-    let prompt = AskedPrompt::Conversation { messages, variables: request.variables() };
+    let shape = request.shape()?;
+    let variables = request.variables().into_iter().chain(shape.variable(&service.codec)?).collect();
+    let prompt = AskedPrompt::Conversation { messages, variables };
     let given = documents(request.documents.as_ref())?;
     let documents = Documents {
         given,
@@ -99,14 +105,15 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     };
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
     let label = request.prompt_cache_key.clone();
-    let form = Form::new(&request, model, &settings);
-    let reply = service.answer(Ask { prompt, documents, settings, owner, priority: 0, label }).await?;
+    let form = Form::new(&request, model, &settings)?;
+    let reply = service.answer(Ask { prompt, documents, settings, shape, owner, priority: 0, label }).await?;
     if request.stream.unwrap_or(false) {
         return Ok(crate::dialect::stream::respond(vec![reply], ResponseChunks::new(form)));
     }
     let (samples, report) = reply.whole(1).await?;
     let Some(sample) = samples.into_iter().next() else { return Err(Refusal::engine_gone()) };
-    Ok(Json(form.finished(&sample, &report)).into_response())
+    let all = form.finished(items(&sample), sample.reason.as_ref(), sample.num_tokens, &report);
+    Ok(Json(all).into_response())
 }
 
 /// What asks for the log-probabilities of an answer.
@@ -125,34 +132,20 @@ impl ResponsesRequest {
                 "this server keeps no answers; wait for the answer, or stream it",
             ));
         }
-        let is_empty = |list: &Variable| matches!(list, Variable::List(items) if items.is_empty());
-        let is_idle = |choice: &Variable| [Variable::from("none"), "auto".into()].contains(choice);
-        let is_text = |text: &Variable| match text.field("format") {
-            None | Some(Variable::None) => true,
-            Some(format) => format.field("type") == Some(&"text".into()),
-        };
-        for (name, given, fits, advice) in [
-            ("conversation", &self.conversation, &(|_: &Variable| false) as &dyn Fn(&Variable) -> bool, kept),
-            ("prompt", &self.prompt, &|_| false, "this server keeps no prompts; write it into the input"),
-            ("moderation", &self.moderation, &|_| false, "send the request without it"),
-            (
-                "context_management",
-                &self.context_management,
-                &|_| false,
-                "prompts are never cut; shorten the input",
-            ),
-            ("tools", &self.tools, &is_empty, "send the request without it"),
-            ("tool_choice", &self.tool_choice, &is_idle, "send the request without it"),
-            ("text.format", &self.text, &is_text, "send the request without it"),
+        for (name, given, advice) in [
+            ("conversation", &self.conversation, kept),
+            ("prompt", &self.prompt, "this server keeps no prompts; write it into the input"),
+            ("moderation", &self.moderation, "send the request without it"),
+            ("context_management", &self.context_management, "prompts are never cut; shorten the input"),
         ] {
-            if given.as_ref().is_some_and(|given| *given != Variable::None && !fits(given)) {
+            if given.as_ref().is_some_and(|given| *given != Variable::None) {
                 return Err(Refusal::unsupported(name, advice));
             }
         }
         if self.truncation.as_deref().is_some_and(|truncation| truncation != "disabled") {
             return Err(Refusal::unsupported("truncation", "prompts are never cut; send \"disabled\""));
         }
-        // What tools, files and encrypted reasoning would add is never there.
+        // What files and encrypted reasoning would add is never there.
         if self.top_logprobs.unwrap_or(0) > MAX_LOGPROBS as u64 {
             return Err(Refusal::field(
                 "top_logprobs",
@@ -184,6 +177,14 @@ impl ResponsesRequest {
         })
     }
 
+    /// Returns what an answer consists of.
+    fn shape(&self) -> Result<AnswerShape, Refusal> {
+        let choice = tool_choice(self.tool_choice.as_ref(), None)?;
+        let format = self.text.as_ref().and_then(|text| text.field("format"));
+        let form = text_form("text.format", None, format)?;
+        shape(TOOL.read(self.tools.as_ref())?, choice, self.parallel_tool_calls.unwrap_or(true), form)
+    }
+
     /// Returns the variables for the chat template.
     fn variables(&self) -> Vec<(String, Variable)> {
         let effort = self.reasoning.as_ref().and_then(|reasoning| reasoning.field("effort"));
@@ -192,10 +193,13 @@ impl ResponsesRequest {
     }
 }
 
+/// A tool of a response.
+const TOOL: ToolForm =
+    ToolForm { within: None, schema: "parameters", kind: "function", kind_is_optional: false };
+
 /// What all objects of an answer repeat.
 struct Form {
     id: String,
-    message: String,
     created: u64,
     model: String,
     instructions: Option<String>,
@@ -203,13 +207,21 @@ struct Form {
     metadata: Value,
     temperature: f32,
     top_p: f32,
+    tools: Value,
+    tool_choice: Value,
+    parallel_tool_calls: bool,
+    format: Value,
 }
 
 impl Form {
-    fn new(request: &ResponsesRequest, model: String, settings: &AnswerSettings) -> Self {
-        Self {
+    fn new(request: &ResponsesRequest, model: String, settings: &AnswerSettings) -> Result<Self, Refusal> {
+        let repeated = |field, given: Option<&Variable>, default| match given {
+            None | Some(Variable::None) => Ok(default),
+            Some(given) => value(field, given),
+        };
+        let format = request.text.as_ref().and_then(|text| text.field("format"));
+        Ok(Self {
             id: new_id("resp_"),
-            message: new_id("msg_"),
             created: unix_time(),
             model,
             instructions: request.instructions.clone(),
@@ -217,7 +229,11 @@ impl Form {
             metadata: request.metadata.clone().unwrap_or_else(|| json!({})),
             temperature: settings.sampling.temperature,
             top_p: settings.sampling.top_p,
-        }
+            tools: repeated("tools", request.tools.as_ref(), json!([]))?,
+            tool_choice: repeated("tool_choice", request.tool_choice.as_ref(), json!("auto"))?,
+            parallel_tool_calls: request.parallel_tool_calls.unwrap_or(true),
+            format: repeated("text.format", format, json!({"type": "text"}))?,
+        })
     }
 
     /// Returns the response with a status and its output so far.
@@ -235,47 +251,39 @@ impl Form {
             "metadata": self.metadata,
             "model": self.model,
             "output": output,
-            "parallel_tool_calls": true,
+            "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": null,
             "store": false,
             "temperature": self.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": {"format": self.format},
+            "tool_choice": self.tool_choice,
+            "tools": self.tools,
             "top_p": self.top_p,
             "truncation": "disabled",
             "usage": null,
         })
     }
 
-    /// Returns the message with a status and its content.
-    fn item(&self, status: &str, content: &Value) -> Value {
-        json!({"type": "message", "id": self.message, "status": status, "role": "assistant", "content": content})
-    }
-
     /// Returns the finished response.
-    fn finished(&self, sample: &WholeSample, report: &KvReport) -> Value {
-        let cut = sample.reason == Some(EndReason::Length);
-        let status = if cut { "incomplete" } else { "completed" };
-        let item = self.item(status, &json!([text_part(&sample.text, &sample.tokens)]));
-        let mut response = self.response(status, &json!([item]));
-        if cut {
+    fn finished(
+        &self,
+        items: Vec<Value>,
+        reason: Option<&EndReason>,
+        answer_tokens: usize,
+        report: &KvReport,
+    ) -> Value {
+        let mut response = self.response(status(reason), &Value::Array(items));
+        if reason == Some(&EndReason::Length) {
             response["incomplete_details"] = json!({"reason": "max_output_tokens"});
         }
         response["usage"] = json!({
             "input_tokens": report.prompt_tokens,
             "input_tokens_details": {"cached_tokens": report.reused},
-            "output_tokens": sample.num_tokens,
+            "output_tokens": answer_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": report.prompt_tokens + sample.num_tokens,
+            "total_tokens": report.prompt_tokens + answer_tokens,
         });
         response["kv"] = json!(report);
         response
     }
-}
-
-/// Returns the content of an answer.
-fn text_part(text: &str, tokens: &[ReplyToken]) -> Value {
-    let tokens: Vec<Value> = crate::dialect::openai::chat::logprobs(tokens);
-    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": tokens})
 }
