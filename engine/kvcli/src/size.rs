@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use kvcore::{BlockOrder, DType, KvExtents, KvFormat, KvLayout, KvShape};
+use kvcore::{DType, KvExtents, KvFormat, KvLayout, RankInfo};
 use kvmodel::ModelDirectory;
 use serde::Serialize;
 
@@ -111,22 +111,11 @@ fn show(args: &SizeArgs, report: &SizeReport, out: &mut impl Write) -> Result<()
 
 /// Computes the sizes in one format, as the engine lays blocks out.
 fn of_format(args: &SizeArgs, context: usize, extents: &KvExtents) -> kvengine::Result<FormatSize> {
-    let KvExtents { num_layers, k_heads, v_heads, k_dim, v_dim, format, .. } = *extents;
-    let layout = KvLayout::new(KvShape {
-        num_layers,
-        num_blocks: 1,
-        block_size: args.block_size,
-        k_heads,
-        v_heads,
-        k_dim,
-        v_dim,
-        format,
-        order: BlockOrder::TokenMajor,
-    })?;
+    let layout = KvLayout::new(extents.shape(&RankInfo::default(), 1, args.block_size)?)?;
     let block = layout.block_bytes() as u64;
     let bytes_per_request = block.saturating_mul(context.div_ceil(args.block_size) as u64);
     Ok(FormatSize {
-        dtype: format.to_string(),
+        dtype: extents.format.to_string(),
         bytes_per_token: block as f64 / args.block_size as f64,
         bytes_per_request,
         bytes: bytes_per_request.saturating_mul(args.requests as u64),

@@ -13,7 +13,7 @@ pub(crate) struct Ask {
     pub(crate) prompt: AskedPrompt,
     pub(crate) documents: Documents,
     pub(crate) settings: AnswerSettings,
-    /// What an answer consists of.
+    /// The parts that an answer may have.
     pub(crate) shape: AnswerShape,
     pub(crate) owner: Owner,
     /// The priority. Requests with a higher one are served first.
@@ -66,7 +66,7 @@ impl Document {
     }
 }
 
-/// How answers are chosen, and when they end.
+/// The choice of an answer's tokens, and its end.
 #[derive(Debug, Clone)]
 pub(crate) struct AnswerSettings {
     /// The maximum number of tokens; `None` for as many as fit.

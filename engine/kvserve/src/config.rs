@@ -19,7 +19,7 @@ pub struct ServedModel {
     pub codec: TextCodec,
     /// The names of the model in requests. The first one stands in answers.
     pub names: Vec<String>,
-    /// How documents are reused. `None` answers by full attention, where only the beginning of a prompt is reused.
+    /// The reuse of documents. `None` answers by full attention, where only the beginning of a prompt is reused.
     pub reuse: Option<DocumentReuse>,
 }
 

@@ -85,13 +85,13 @@ pub(crate) enum EndReason {
     Length,
 }
 
-/// What a reply needs to know of its request.
+/// The properties of a request that its reply needs.
 #[derive(Debug)]
 pub(crate) struct ReplyForm {
     pub(crate) samples: usize,
     pub(crate) stop: Vec<String>,
     pub(crate) logprobs: bool,
-    /// How calls of tools are read, if there may be some.
+    /// The reading of calls of tools, if there may be some.
     pub(crate) calls: Option<CallReading>,
     /// Makes the report from the costs of a sample.
     pub(crate) describe: Described,

@@ -1,4 +1,4 @@
-//! What an answer says about its prompt: what was found in the caches, and what was computed.
+//! The report of an answer on its prompt: the parts that were found in the caches, and those that were computed.
 
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ pub(crate) struct KvReport {
     pub(crate) not_reused: Option<&'static str>,
 }
 
-/// What happened to a document.
+/// The report on a document.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct PartReport {
     /// The name that the request gave, or the field in which the document stands.
@@ -74,7 +74,7 @@ pub(crate) enum SegmentKind {
     Question,
 }
 
-/// Where the keys and values of a document come from.
+/// The source of a document's keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum PartSource {
@@ -86,7 +86,7 @@ pub(crate) enum PartSource {
     Computed,
 }
 
-/// What is known of a prompt before it is answered.
+/// The description of a prompt before it is answered.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Described {
     /// The name and the length of each document.

@@ -1,4 +1,4 @@
-//! What handlers share: the engine's thread, the tokenizer, and the limits.
+//! The state that handlers share: the engine's thread, the tokenizer, and the limits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -22,7 +22,7 @@ use crate::reply::{Reply, ReplyForm};
 use crate::report::Described;
 use crate::tenants::ApiKeys;
 
-/// What all handlers share.
+/// The state that all handlers share.
 #[derive(Debug)]
 pub(crate) struct Service {
     pub(crate) engine: EngineHandle,

@@ -1,4 +1,4 @@
-//! What an answer consists of: text, text of a form, or calls of tools.
+//! The shape of an answer: text, text of a form, or calls of tools.
 
 use std::sync::{Arc, OnceLock};
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::refusal::{Kind, Refusal};
 
-/// What an answer consists of. By default, it is text.
+/// The shape of an answer. By default, it is text.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AnswerShape {
     /// The form of the text, with the field of the request that asks for it.
@@ -29,7 +29,7 @@ pub(crate) struct Tools {
     pub(crate) several: bool,
 }
 
-/// Which tools an answer calls.
+/// The tools that an answer calls.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ToolChoice {
     /// None, as if there were no tools.
@@ -42,7 +42,7 @@ pub(crate) enum ToolChoice {
     Named(String),
 }
 
-/// How calls are read from an answer.
+/// The reading of calls from an answer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallReading {
     pub(crate) format: ToolCallFormat,
@@ -52,7 +52,7 @@ pub(crate) struct CallReading {
     pub(crate) forced: bool,
 }
 
-/// What a shape means for one model.
+/// A shape, compiled for one model.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct CompiledShape {
     pub(crate) constraint: Option<Arc<dyn AnswerConstraint>>,

@@ -100,7 +100,7 @@ pub(crate) struct ServerArgs {
     #[command(flatten)]
     pub(crate) limits: LimitArgs,
 
-    /// What is written to the log on standard error: error, warn, info, debug or trace, also per module, as in
+    /// Lines to write to the log on standard error: error, warn, info, debug or trace, also per module, as in
     /// `info,kvserve=debug`.
     #[arg(long, value_name = "FILTER", default_value = "info")]
     pub(crate) log: String,

@@ -24,7 +24,7 @@ struct Growing {
     states: AtomicUsize,
 }
 
-/// What goes wrong after three tokens.
+/// The fault after three tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Fault {
     None,

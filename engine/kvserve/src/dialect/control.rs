@@ -1,4 +1,4 @@
-//! What operators and monitors ask: health, version, metrics, sleep, and forgetting what is cached.
+//! The paths for operators and monitors: health, version, metrics, sleep, and forgetting what is cached.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -11,7 +11,7 @@ const MAX_TOOLS: usize = 128;
 /// The maximum length of a tool's name.
 const MAX_NAME: usize = 128;
 
-/// How a dialect writes a tool.
+/// The form in which a dialect writes a tool.
 pub(crate) struct ToolForm {
     /// The field of a tool in which the function stands, if there is one.
     pub(crate) within: Option<&'static str>,

@@ -8,12 +8,12 @@ use super::recent::RecentRequest;
 use crate::metrics::Totals;
 use crate::service::{Service, unix_time};
 
-/// What the page shows.
+/// The data of the page.
 #[derive(Debug, Serialize)]
 pub(super) struct Overview {
     model: String,
     version: &'static str,
-    /// How documents are answered.
+    /// A few words about the reuse of documents.
     way: String,
     /// The start of the server and the present, in seconds since 1970.
     started: u64,

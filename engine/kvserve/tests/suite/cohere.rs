@@ -4,7 +4,9 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::client::post;
-use crate::common::{DOCUMENTS, MODEL, QUESTION, SYSTEM, assert_nothing_is_held, question, reusing, server};
+use crate::common::{
+    DOCUMENTS, MODEL, QUESTION, SYSTEM, add, assert_nothing_is_held, question, reusing, server,
+};
 
 const PATH: &str = "/v2/chat";
 
@@ -16,11 +18,7 @@ fn request(more: Value) -> Value {
         "temperature": 0,
         "max_tokens": 8,
     });
-    if let Value::Object(more) = more {
-        for (name, value) in more {
-            request[name] = value;
-        }
-    }
+    add(&mut request, more);
     request
 }
 

@@ -35,12 +35,17 @@ pub(crate) fn question(more: Value) -> Value {
         "temperature": 0,
         "max_tokens": 8,
     });
+    add(&mut request, more);
+    request
+}
+
+/// Adds fields to a request, or replaces them.
+pub(crate) fn add(request: &mut Value, more: Value) {
     if let Value::Object(more) = more {
         for (name, value) in more {
             request[name] = value;
         }
     }
-    request
 }
 
 /// Returns the built-in model.

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::client::{Answer, call, get, post};
 use crate::common::{
-    DOCUMENTS, QUESTION, SYSTEM, assert_nothing_is_held, free_port, reuse, reusing, server, with,
+    DOCUMENTS, QUESTION, SYSTEM, add, assert_nothing_is_held, free_port, reuse, reusing, server, with,
 };
 
 const CHAT: &str = "/v1/chat/completions";
@@ -31,11 +31,7 @@ fn pasted(order: &[usize], more: Value) -> Value {
         "temperature": 0,
         "max_tokens": 8,
     });
-    if let Value::Object(more) = more {
-        for (name, value) in more {
-            request[name] = value;
-        }
-    }
+    add(&mut request, more);
     request
 }
 

@@ -6,7 +6,7 @@ use kvmodel::TextCodec;
 use kvserve::{ServedModel, Server};
 use serde_json::{Value, json};
 
-use crate::common::{MODEL, free_port, loaded, small};
+use crate::common::{MODEL, add, free_port, loaded, small};
 
 /// A template that shows calls between tags.
 pub(crate) const TAGGED: &str = include_str!("../tools_template.jinja");
@@ -58,10 +58,6 @@ pub(crate) fn assert_paint(value: &Value) {
 
 /// Returns a request with other fields.
 pub(crate) fn merged(mut request: Value, more: Value) -> Value {
-    if let Value::Object(more) = more {
-        for (name, value) in more {
-            request[name] = value;
-        }
-    }
+    add(&mut request, more);
     request
 }

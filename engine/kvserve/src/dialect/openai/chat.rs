@@ -186,7 +186,7 @@ impl ChatRequest {
     }
 }
 
-/// What all objects of an answer repeat.
+/// The fields that all objects of an answer repeat.
 struct Form {
     id: String,
     created: u64,

@@ -139,7 +139,7 @@ fn tokens(list: &[Variable]) -> Result<AskedPrompt, Refusal> {
         .ok_or_else(|| Refusal::field("prompt", "each token must be a whole number, 0 or more"))
 }
 
-/// What all objects of an answer repeat.
+/// The fields that all objects of an answer repeat.
 struct Form {
     id: String,
     created: u64,

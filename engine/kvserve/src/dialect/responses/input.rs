@@ -34,7 +34,7 @@ pub(super) fn conversation(instructions: Option<&str>, input: &Variable) -> Resu
     Message::from_variable(Variable::List(messages)).map_err(|error| named(error.into()))
 }
 
-/// What an item adds to a conversation.
+/// The addition of an item to a conversation.
 enum Item {
     Message(Variable),
     /// A call, which belongs to the model's message in front of it.

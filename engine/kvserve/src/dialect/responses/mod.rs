@@ -116,7 +116,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     Ok(Json(all).into_response())
 }
 
-/// What asks for the log-probabilities of an answer.
+/// The name by which a request asks for the log-probabilities of an answer.
 const LOGPROBS: &str = "message.output_text.logprobs";
 
 impl ResponsesRequest {
@@ -197,7 +197,7 @@ impl ResponsesRequest {
 const TOOL: ToolForm =
     ToolForm { within: None, schema: "parameters", kind: "function", kind_is_optional: false };
 
-/// What all objects of an answer repeat.
+/// The fields that all objects of an answer repeat.
 struct Form {
     id: String,
     created: u64,
