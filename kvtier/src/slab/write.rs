@@ -19,7 +19,7 @@ use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, Window, run};
 use crate::record::{AccountId, CellRun, Header, Record};
 
 /// The largest request in bytes.
-pub(super) const REQUEST: usize = 256 << 10;
+pub(super) const REQUEST: usize = 512 << 10;
 
 /// A record with its place.
 struct Placed {
