@@ -103,7 +103,9 @@ fn records_that_push_out_newer_ones_wait_for_the_older_one() {
     let slab = with_a_write_that_hangs(&disk, 10);
     let all = 10..100;
     let stored = |number: &u32| slab.contains(&small(*number).id.key);
-    all.clone().for_each(|number| drop(slab.store(small(number))));
+    for number in all.clone() {
+        slab.store(small(number));
+    }
     wait_until(|| format!("{:?}", slab.usage()), || all.clone().filter(stored).count() > 20);
     assert!(!slab.flush(Duration::from_millis(200)));
     check_after_a_crash(&disk, all.clone(), |number| stored(&number));
