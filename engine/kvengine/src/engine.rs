@@ -496,7 +496,8 @@ impl Engine {
     /// # Errors
     /// - Returns [`Error::NoSleepMode`] if [`enable_sleep_mode`](EngineConfig::enable_sleep_mode) is
     ///   not set.
-    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the counts, if blocks are held.
+    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the counts, if blocks are held, and
+    ///   [`Error::Waiting`] if requests wait for the pool of sequences.
     /// - Returns the errors of [`ReservedArena::sleep`](kvcore::ReservedArena::sleep).
     pub fn sleep(&mut self, tags: &[PoolTag]) -> Result<Slept> {
         let mut sum = Slept::default();
@@ -505,7 +506,12 @@ impl Engine {
             if self.is_sleeping(tag) {
                 continue;
             }
-            match self.runner.caches.sleep(tag, self.runner.setup.stream.as_ref()) {
+            let slept = match (tag, self.scheduler.report(0).waiting) {
+                // Nothing would go on with them, nor end them at their time limit.
+                (PoolTag::KvCache, requests @ 1..) => Err(Error::Waiting { requests }),
+                _ => self.runner.caches.sleep(tag, self.runner.setup.stream.as_ref()),
+            };
+            match slept {
                 Ok(slept) => {
                     fallen.push(tag);
                     sum.released_bytes += slept.released_bytes;

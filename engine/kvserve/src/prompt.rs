@@ -137,6 +137,11 @@ fn of_conversation(
     library: Option<&SharedLibrary>,
 ) -> Result<BuiltPrompt, Refusal> {
     Message::check_answerable(&messages).map_err(wrong_messages)?;
+    if !codec.takes_developers() {
+        for message in messages.iter_mut().filter(|message| message.role() == Role::Developer) {
+            *message = message.with_role(Role::System);
+        }
+    }
     let Cut { documents, place } = cut(&mut messages, documents)?;
     if documents.is_empty() {
         let text = codec.conversation_text(&messages).map_err(wrong_messages)?;

@@ -147,9 +147,10 @@ fn kind_of(error: &EngineError) -> Kind {
             | ModelError::EmptyStop,
         ) => Kind::Invalid,
         EngineError::Asleep(_) | EngineError::Cancelled => Kind::Unavailable,
-        EngineError::LibraryFull { .. } | EngineError::InUse { .. } | EngineError::NoSleepMode(_) => {
-            Kind::Conflict
-        }
+        EngineError::LibraryFull { .. }
+        | EngineError::InUse { .. }
+        | EngineError::Waiting { .. }
+        | EngineError::NoSleepMode(_) => Kind::Conflict,
         EngineError::TimeOut { .. } => Kind::TimedOut,
         _ => Kind::Internal,
     }

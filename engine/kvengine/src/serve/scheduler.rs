@@ -144,7 +144,7 @@ impl Scheduler {
         self.times
     }
 
-    pub(super) fn report(&self, tokens: usize) -> Step {
+    pub(crate) fn report(&self, tokens: usize) -> Step {
         let (running, waiting) = (self.running.len(), self.waiting.len());
         Step { tokens, running, waiting, preemptions: self.preemptions, swaps: self.swaps }
     }
