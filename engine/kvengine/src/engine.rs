@@ -12,7 +12,7 @@ use kvcore::{Backend, BlockKey, Clock, GraphCounts, KvCache, SystemClock};
 use kvmodel::{Model, Observer, Profiler};
 use kvtier::{Slab, SlabConfig};
 
-use crate::config::{EngineConfig, PoolTag};
+use crate::config::{EngineConfig, PoolTag, Scheduling};
 use crate::error::{Error, Result};
 use crate::request::{FinishReason, Generation, PromptTokens, Request};
 use crate::runner::{CacheReport, PinnedPrompt, Runner, Slept};
@@ -474,6 +474,11 @@ impl Engine {
         };
         let ropes = self.runner.ropes(end, request.max_new_tokens)?;
         self.runner.pin(&self.runner.keys(request.owner(), &ropes)?, &tokens)
+    }
+
+    /// Returns the limits of the scheduler, within the bounds that are possible.
+    pub fn scheduling(&self) -> Scheduling {
+        self.scheduler.limits()
     }
 
     /// Puts whole pools to sleep and releases their device memory. Pools that are already asleep stay asleep.

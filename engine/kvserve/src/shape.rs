@@ -40,6 +40,13 @@ pub(crate) enum ToolChoice {
     Required,
     /// The tool with this name.
     Named(String),
+    /// Some of the tools, as if there were no others.
+    Allowed {
+        /// The names of these tools.
+        names: Vec<String>,
+        /// True if at least one must be called.
+        required: bool,
+    },
 }
 
 /// The reading of calls from an answer.

@@ -139,6 +139,11 @@ impl Scheduler {
         self.swap.check_invariants()
     }
 
+    /// Returns the limits.
+    pub(crate) fn limits(&self) -> Scheduling {
+        self.limits
+    }
+
     /// Returns the total time of all steps.
     pub(crate) fn times(&self) -> StepTimes {
         self.times
