@@ -11,7 +11,7 @@ use kvcore::{Backend, BlockKey, Clock, GraphCounts, KvCache, SystemClock};
 use kvmodel::{Model, Observer, Profiler};
 use kvtier::{Slab, SlabConfig};
 
-use crate::config::{EngineConfig, PoolTag};
+use crate::config::{EngineConfig, PoolTag, Scheduling};
 use crate::error::{Error, Result};
 use crate::request::{FinishReason, Generation, PromptTokens, Request};
 use crate::runner::{CacheReport, PinnedPrompt, Runner, Slept};
@@ -466,6 +466,11 @@ impl Engine {
         crate::serve::pin(&self.runner, request)
     }
 
+    /// Returns the limits of the scheduler, within the bounds that are possible.
+    pub fn scheduling(&self) -> Scheduling {
+        self.scheduler.limits()
+    }
+
     /// Puts whole pools to sleep and releases their device memory. Pools that are already asleep stay asleep.
     /// If one of the pools cannot sleep, this call wakes the pools that it has already put to sleep.
     ///
@@ -486,7 +491,8 @@ impl Engine {
     /// # Errors
     /// - Returns [`Error::NoSleepMode`] if [`enable_sleep_mode`](EngineConfig::enable_sleep_mode) is
     ///   not set.
-    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the counts, if blocks are held.
+    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the counts, if blocks are held, and
+    ///   [`Error::Waiting`] if requests wait for the pool of sequences.
     /// - Returns the errors of [`ReservedArena::sleep`](kvcore::ReservedArena::sleep).
     pub fn sleep(&mut self, tags: &[PoolTag]) -> Result<Slept> {
         let mut sum = Slept::default();
@@ -495,7 +501,12 @@ impl Engine {
             if self.is_sleeping(tag) {
                 continue;
             }
-            match self.runner.caches.sleep(tag, self.runner.setup.stream.as_ref()) {
+            let slept = match (tag, self.scheduler.report(0).waiting) {
+                // Nothing would go on with them, nor end them at their time limit.
+                (PoolTag::KvCache, requests @ 1..) => Err(Error::Waiting { requests }),
+                _ => self.runner.caches.sleep(tag, self.runner.setup.stream.as_ref()),
+            };
+            match slept {
                 Ok(slept) => {
                     fallen.push(tag);
                     sum.released_bytes += slept.released_bytes;

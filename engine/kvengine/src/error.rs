@@ -94,6 +94,12 @@ pub enum Error {
         /// The number of held blocks.
         held: usize,
     },
+    /// The pool of sequences cannot sleep, because requests wait for it.
+    #[error("{requests} requests wait to be computed; wait for them to finish, then try again")]
+    Waiting {
+        /// The number of waiting requests.
+        requests: usize,
+    },
     /// The prompt has no tokens.
     #[error("the prompt is empty; give it at least one token")]
     EmptyPrompt,
@@ -143,6 +149,9 @@ pub enum Error {
     /// An answer's constraint is malformed, cannot be obeyed, or contradicts the request.
     #[error("the constraint on the answer: {0}")]
     Constraint(String),
+    /// A thread cannot be started.
+    #[error("cannot start a thread: {0}")]
+    Thread(std::io::Error),
     /// A document is too short to be registered.
     #[error(
         "document {id} has {bytes} bytes; a registered document has at least {least}, because shorter texts stand in \

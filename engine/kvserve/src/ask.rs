@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kvengine::Sampling;
 use kvmodel::{Message, Variable};
 
+use crate::body_memory::BodyShare;
 use crate::shape::AnswerShape;
 
 /// A request in no dialect.
@@ -19,7 +20,7 @@ pub(crate) struct Ask {
     /// The priority. Requests with a higher one are served first.
     pub(crate) priority: i32,
     /// A label of the client for the log.
-    pub(crate) label: Option<String>,
+    pub(crate) label: Option<Arc<str>>,
 }
 
 /// The prompt of a request, without its documents.
@@ -36,8 +37,8 @@ pub(crate) enum AskedPrompt {
 /// The documents of a request, by the ways in which clients name them.
 #[derive(Debug, Default)]
 pub(crate) struct Documents {
-    /// The documents that stand beside the prompt.
-    pub(crate) given: Vec<Document>,
+    /// The documents that stand beside the prompt, or beside each prompt of a request with several.
+    pub(crate) given: Arc<[Document]>,
     /// The string at which a text is cut into an introduction, documents and a question.
     pub(crate) separator: Option<String>,
     /// True if all text parts of the first message with several, except the last part, are documents.
@@ -84,10 +85,12 @@ pub(crate) struct AnswerSettings {
 }
 
 /// Whose request it is.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 pub(crate) struct Owner {
     /// The tag of the tenant, which follows from the key. `None` for the default tenant.
     pub(crate) tenant: Option<Arc<str>>,
     /// A salt of the client, which divides what the tenant has in the caches.
     pub(crate) salt: Option<Arc<[u8]>>,
+    /// The memory of the request's body, which is given back when all of its prompts are tokens.
+    pub(crate) body: Option<Arc<BodyShare>>,
 }

@@ -1,5 +1,7 @@
 //! Reading of request bodies: within limits of size and time, as JSON, with errors that name the field.
 
+use std::sync::Arc;
+
 use axum::body::Body;
 use axum::extract::Request;
 use axum::http::header::CONTENT_TYPE;
@@ -8,9 +10,14 @@ use futures_util::StreamExt as _;
 use serde::de::DeserializeOwned;
 
 use crate::ask::Owner;
+use crate::body_memory::BodyShare;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
 use crate::tenants;
+use crate::text_work;
+
+/// The bytes of a body that is parsed on a thread for such work.
+const LARGE: usize = 64 << 10;
 
 impl Service {
     /// Reads a request: who sends it, and its body as JSON.
@@ -18,17 +25,29 @@ impl Service {
     /// # Errors
     /// Refuses an unknown key before the body is read, a body that is too large, too slow or not JSON, and a wrong or
     /// unknown field, by its name.
-    pub(crate) async fn read<T: DeserializeOwned>(&self, request: Request) -> Result<(Owner, T), Refusal> {
+    pub(crate) async fn read<T: DeserializeOwned + Send + 'static>(
+        &self,
+        request: Request,
+    ) -> Result<(Owner, T), Refusal> {
         let (parts, body) = request.into_parts();
         let tenant = tenants::tenant(self.keys.as_ref(), &parts.headers)?;
         check_type(&parts)?;
-        let bytes = tokio::time::timeout(self.limits.receive_time, bytes(body, self.limits.body_bytes)).await;
+        let mut share = self.bodies.share();
+        let read = bytes(body, self.limits.body_bytes, &mut share);
+        let bytes = tokio::time::timeout(self.limits.receive_time, read).await;
         let bytes = bytes.map_err(|_| {
             let reason =
                 format!("the body did not arrive within {:?}; send it faster", self.limits.receive_time);
             Refusal::new(Kind::TimedOut, reason)
         })??;
-        Ok((Owner { tenant, salt: None }, parse(&bytes)?))
+        share.grow_by_values(&bytes)?;
+        // Parsing a large body would hold up the streams of others on this thread.
+        let (request, share) = if bytes.len() > LARGE {
+            text_work::run(share, move || parse(&bytes)).await?
+        } else {
+            (parse(&bytes)?, share)
+        };
+        Ok((Owner { tenant, salt: None, body: Some(Arc::new(share)) }, request))
     }
 
     /// Checks that a request without a body comes from a client with a key.
@@ -59,8 +78,8 @@ fn check_type(parts: &Parts) -> Result<(), Refusal> {
     Err(Refusal::new(Kind::Invalid, reason))
 }
 
-/// Reads a body of at most `most` bytes.
-async fn bytes(body: Body, most: usize) -> Result<Vec<u8>, Refusal> {
+/// Reads a body of at most `most` bytes, each of which is taken from `share`.
+async fn bytes(body: Body, most: usize, share: &mut BodyShare) -> Result<Vec<u8>, Refusal> {
     let mut stream = body.into_data_stream();
     let mut bytes = Vec::new();
     while let Some(data) = stream.next().await {
@@ -70,6 +89,7 @@ async fn bytes(body: Body, most: usize) -> Result<Vec<u8>, Refusal> {
             let reason = format!("the body is larger than the limit of {most} bytes; shorten it");
             return Err(Refusal::new(Kind::TooLarge, reason));
         }
+        share.grow(data.len())?;
         bytes.extend_from_slice(&data);
     }
     Ok(bytes)

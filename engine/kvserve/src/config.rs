@@ -65,14 +65,16 @@ pub struct Limits {
     pub answer_tokens: Option<usize>,
     /// The maximum number of answers (`n`) per request.
     pub samples: usize,
-    /// The maximum number of registered documents per tenant.
+    /// The maximum number of registered documents per tenant. With 0, prompts are not searched for any.
     pub documents: usize,
-    /// The maximum number of bytes in the texts of a tenant's registered documents.
+    /// The maximum number of bytes in the IDs, titles and texts of a tenant's registered documents.
     pub document_bytes: usize,
     /// The time after which an answer ends with an error; `None` for no limit.
     pub answer_time: Option<Duration>,
     /// The time in which a client must send the head of a request, and then its body.
     pub receive_time: Duration,
+    /// The time for which a client may leave an answer unread before it is cancelled and the connection is closed.
+    pub send_time: Duration,
     /// The maximum number of open connections. Others wait until one is closed.
     pub connections: usize,
     /// The time that a shutdown gives to running answers before it ends them.
@@ -90,6 +92,7 @@ impl Default for Limits {
             document_bytes: LibraryLimits::default().bytes,
             answer_time: None,
             receive_time: Duration::from_secs(60),
+            send_time: Duration::from_secs(120),
             connections: 16_384,
             shutdown_time: Duration::from_secs(30),
         }

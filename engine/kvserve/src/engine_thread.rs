@@ -4,8 +4,8 @@
 //! otherwise. Answers reach their readers through their own channels, so a slow reader does not delay a step.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 use kvengine::{Engine, Step};
@@ -32,6 +32,8 @@ pub(crate) struct EngineThread {
 #[derive(Debug, Clone)]
 pub(crate) struct EngineHandle {
     commands: Arc<Mutex<Option<Sender<Command>>>>,
+    /// Gone once the thread has ended.
+    thread: Weak<()>,
     last: Arc<Mutex<Step>>,
 }
 
@@ -41,10 +43,13 @@ impl EngineThread {
         let (sender, commands) = channel();
         let last = Arc::default();
         let steps = Arc::clone(&last);
-        let thread = std::thread::Builder::new()
-            .name("kv-engine".to_owned())
-            .spawn(move || run(engine, &commands, &steps))?;
-        let handle = EngineHandle { commands: Arc::new(Mutex::new(Some(sender))), last };
+        let alive = Arc::new(());
+        let life = Arc::downgrade(&alive);
+        let thread = std::thread::Builder::new().name("kv-engine".to_owned()).spawn(move || {
+            run(engine, &commands, &steps);
+            drop(alive);
+        })?;
+        let handle = EngineHandle { commands: Arc::new(Mutex::new(Some(sender))), thread: life, last };
         Ok(Self { handle, thread: Some(thread) })
     }
 
@@ -86,7 +91,7 @@ impl EngineHandle {
 
     /// Returns true unless the thread is ending.
     pub(crate) fn is_running(&self) -> bool {
-        self.commands.lock().is_some()
+        self.commands.lock().is_some() && self.thread.strong_count() > 0
     }
 
     /// Returns what the last step left.
@@ -115,7 +120,7 @@ fn run(mut engine: Engine, commands: &Receiver<Command>, last: &Mutex<Step>) {
             Err(TryRecvError::Disconnected) => return,
             Err(TryRecvError::Empty) => {}
         }
-        // A sleeping engine has no requests.
+        // A sleeping engine has no requests: it does not fall asleep with some, and refuses new ones.
         let Ok(step) = catch_unwind(AssertUnwindSafe(|| engine.step())) else {
             error!("a step panicked; its requests have ended, and the engine goes on");
             continue;

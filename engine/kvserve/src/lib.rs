@@ -28,34 +28,44 @@
 //! tokenised and decoded on other threads.
 //!
 //! - `dialect`: translates requests of existing clients to [an internal one](ask), and replies back
-//! - `ask`, `shape`, `prompt`, `reply`, `calls`, `report`, `refusal`: the request, what its answer consists of, its tokens,
-//!   its answer, the calls of tools in it, what the answer says about its prompt, and why there is none
+//! - `ask`, `shape`, `prompt`, `reply`, `calls`, `token_texts`, `report`, `refusal`: the request, what its answer consists of,
+//!   its tokens, its answer, the calls of tools and the tokens in it, what the answer says about its prompt, and why there is
+//!   none
 //! - `service`, `engine_thread`, `library`, `metrics`, `tenants`: what handlers share
+//! - `seats`, `body_memory`, `text_work`, `leisure`: places, memory and threads of requests, and what waits for an idle engine
 //! - `page`: the page for people, with the last requests
-//! - `body`, `routes`, `server`: HTTP
+//! - `body`, `routes`, `server`, `origin`, `patient`, `descriptors`: HTTP
 //! - `config`, `error`: the settings of a server, and its errors
 
 #![forbid(unsafe_code)]
 
 mod ask;
 mod body;
+mod body_memory;
 mod calls;
 mod config;
+mod descriptors;
 mod dialect;
 mod engine_thread;
 mod error;
+mod leisure;
 mod library;
 mod metrics;
+mod origin;
 mod page;
+mod patient;
 mod prompt;
 mod refusal;
 mod reply;
 mod report;
 mod routes;
+mod seats;
 mod server;
 mod service;
 mod shape;
 mod tenants;
+mod text_work;
+mod token_texts;
 
 pub use config::{DocumentReuse, Limits, ServedModel, ServerConfig};
 pub use error::{Error, Result};

@@ -7,7 +7,8 @@ use kvcore::SystemClock;
 use kvengine::{DocumentLibrary, LibraryLimits};
 use parking_lot::Mutex;
 
-/// The library of a tenant. A search takes less than a millisecond.
+/// The library of a tenant. A search takes less than a millisecond for a prompt of 32 KiB, and longer for longer ones, so it
+/// is not done on threads that serve connections.
 pub(crate) type SharedLibrary = Arc<Mutex<DocumentLibrary>>;
 
 /// The libraries of all tenants.

@@ -128,8 +128,18 @@ impl ServerMetrics {
             "Document tokens that were computed a second time",
             of(&self.recomputed_tokens),
         );
-        number("vllm:prefix_cache_queries", counter, "Blocks of prompts that were looked up", caches.queries);
-        number("vllm:prefix_cache_hits", counter, "Blocks of prompts that were found", caches.hits);
+        number(
+            "vllm:prefix_cache_queries",
+            counter,
+            "Prompt tokens that were looked up, in whole blocks",
+            caches.queries,
+        );
+        number(
+            "vllm:prefix_cache_hits",
+            counter,
+            "Prompt tokens that were found, in whole blocks",
+            caches.hits,
+        );
         let ended = text.family("vllm:request_success", counter, "Ended samples, by the reason");
         for (reason, count) in [
             ("stop", &self.stopped),
@@ -190,10 +200,11 @@ impl CacheText {
         let mut all = Self::default();
         let pool = engine.cache().as_paged().map(|paged| PoolMetrics::of(paged.pool()));
         if let Some(pool) = pool {
+            let tokens = engine.cache().as_paged().map_or(1, |paged| paged.kv_pool().block_size()) as f64;
             (all.usage, all.queries, all.hits) = (
                 pool.utilization,
-                (pool.lookups.hits + pool.lookups.misses) as f64,
-                pool.lookups.hits as f64,
+                tokens * (pool.lookups.hits + pool.lookups.misses) as f64,
+                tokens * pool.lookups.hits as f64,
             );
             let chunks = engine.chunks().map(|chunks| PoolMetrics::of(chunks.pool().blocks()));
             let pools = [Some(("main", &pool)), chunks.as_ref().map(|chunks| ("chunks", chunks))];

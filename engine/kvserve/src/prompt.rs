@@ -8,7 +8,7 @@ use kvmodel::{Error as ModelError, Message, Role, TextCodec};
 
 use crate::ask::{AskedPrompt, Document, Documents};
 use crate::library::SharedLibrary;
-use crate::refusal::Refusal;
+use crate::refusal::{Kind, Refusal};
 
 /// A prompt as tokens.
 #[derive(Debug)]
@@ -42,7 +42,7 @@ struct Cut {
     place: (usize, usize),
 }
 
-/// Tokenises a prompt. May take long for long texts.
+/// Tokenises a prompt for a model with so many positions. May take long for long texts.
 ///
 /// # Errors
 /// Refuses empty documents, documents of a prompt that cannot have any, and what the tokenizer or the template refuses.
@@ -51,6 +51,7 @@ pub(crate) fn build(
     prompt: AskedPrompt,
     documents: Documents,
     library: Option<&SharedLibrary>,
+    context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
     if documents.separator.is_some() && !documents.given.is_empty() {
         return Err(Refusal::field("separator", "give documents or a separator, not both"));
@@ -63,10 +64,10 @@ pub(crate) fn build(
             }
             Ok(BuiltPrompt::plain(tokens))
         }
-        AskedPrompt::Text(text) => of_text(codec, text, documents, library),
+        AskedPrompt::Text(text) => of_text(codec, text, documents, library, context),
         AskedPrompt::Conversation { messages, variables } => {
             let codec = codec.with_variables(variables)?;
-            of_conversation(&codec, messages, documents, library)
+            of_conversation(&codec, messages, documents, library, context)
         }
     }
 }
@@ -106,6 +107,7 @@ fn of_text(
     text: String,
     documents: Documents,
     library: Option<&SharedLibrary>,
+    context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
     let (system, documents, question) = match documents.separator.as_deref() {
         Some(separator) => match pieces(&text, separator)? {
@@ -113,18 +115,17 @@ fn of_text(
             None => (text, Vec::new(), String::new()),
         },
         None if documents.given.is_empty() => (text, Vec::new(), String::new()),
-        None => (String::new(), documents.given, text),
+        None => (String::new(), written(&documents.given), text),
     };
     if documents.is_empty() {
         return BuiltPrompt::around(codec, &format!("{system}{question}"), true, library);
     }
-    check_documents(&documents)?;
-    let texts: Vec<_> = documents.iter().map(|document| document_text(&document.text)).collect();
+    check_documents(&documents, context)?;
+    let texts: Vec<&str> = documents.iter().map(|document| document.text.as_str()).collect();
     if codec.encode(&system, true)?.is_empty() {
         let joined = format!("{}{question}", texts.concat());
         return Ok(BuiltPrompt::joined(codec.encode(&joined, true)?, NO_SYSTEM));
     }
-    let texts = texts.iter().map(AsRef::as_ref);
     let tokens = PromptTokens::from_parts(codec, &system, texts, &question, true).map_err(refused)?;
     Ok(BuiltPrompt { tokens, parts: names(documents), not_reusable: None })
 }
@@ -135,16 +136,22 @@ fn of_conversation(
     mut messages: Vec<Message>,
     documents: Documents,
     library: Option<&SharedLibrary>,
+    context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
     Message::check_answerable(&messages).map_err(wrong_messages)?;
+    if !codec.takes_developers() {
+        for message in messages.iter_mut().filter(|message| message.role() == Role::Developer) {
+            *message = message.with_role(Role::System);
+        }
+    }
     let Cut { documents, place } = cut(&mut messages, documents)?;
     if documents.is_empty() {
         let text = codec.conversation_text(&messages).map_err(wrong_messages)?;
         return BuiltPrompt::around(codec, &text, false, library);
     }
-    check_documents(&documents)?;
-    let texts: Vec<_> = documents.iter().map(|document| document_text(&document.text)).collect();
-    let around = PromptTokens::conversation_around(codec, &messages, place, texts.iter().map(AsRef::as_ref));
+    check_documents(&documents, context)?;
+    let texts: Vec<&str> = documents.iter().map(|document| document.text.as_str()).collect();
+    let around = PromptTokens::conversation_around(codec, &messages, place, texts.iter().copied());
     let reason = match around {
         Ok(tokens) => return Ok(BuiltPrompt { tokens, parts: names(documents), not_reusable: None }),
         Err(EngineError::Chunk(ChunkError::EmptyPart { part })) if part == "system prompt" => NO_SYSTEM,
@@ -179,7 +186,7 @@ fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
         return Ok(Cut { documents: Vec::new(), place: (0, 0) });
     }
     let first = messages.iter().position(is_users);
-    let mut all = documents.given;
+    let mut all = documents.given.to_vec();
     let mut place = (first.unwrap_or(0), 0);
     if documents.from_parts {
         let several =
@@ -200,7 +207,17 @@ fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
         let reason = "documents stand in front of the user's first message, and no message is the user's";
         return Err(Refusal::field("documents", reason));
     }
-    Ok(Cut { documents: all, place })
+    Ok(Cut { documents: written(&all), place })
+}
+
+/// Returns documents as they are written into a prompt: each ends with a line break, so that the next one does not continue
+/// its last word. Pieces of a text at a separator stay as they are.
+fn written(documents: &[Document]) -> Vec<Document> {
+    let one = |document: &Document| Document {
+        id: document.id.clone(),
+        text: document_text(&document.text).into_owned(),
+    };
+    documents.iter().map(one).collect()
 }
 
 /// Splits a text into what stands before its documents, the documents, and what stands after them. `None` if the
@@ -218,7 +235,16 @@ fn pieces<'a>(text: &'a str, separator: &str) -> Result<Option<(&'a str, Vec<Doc
     Ok(Some((lead, documents.split(separator).enumerate().map(document).collect(), question)))
 }
 
-fn check_documents(documents: &[Document]) -> Result<(), Refusal> {
+/// Checks documents before they are tokenised.
+fn check_documents(documents: &[Document], context: usize) -> Result<(), Refusal> {
+    // Each has a token at least.
+    if documents.len() >= context {
+        let reason = format!(
+            "the prompt has {} documents, but the context of this model has {context} tokens; give fewer",
+            documents.len()
+        );
+        return Err(Refusal { code: Some("context_length_exceeded"), ..Refusal::new(Kind::TooLong, reason) });
+    }
     match documents.iter().find(|document| document.text.trim().is_empty()) {
         Some(document) => Err(Refusal::field(
             document.id.clone(),

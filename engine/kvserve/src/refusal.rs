@@ -1,5 +1,8 @@
 //! The reason why a request gets no answer, before a dialect gives it a form.
 
+use axum::http::HeaderValue;
+use axum::http::header::RETRY_AFTER;
+use axum::response::Response;
 use kvchunk::Error as ChunkError;
 use kvcore::Error as CoreError;
 use kvengine::Error as EngineError;
@@ -23,8 +26,10 @@ pub(crate) enum Kind {
     Method,
     /// The body is larger than the limit.
     TooLarge,
-    /// The client or the engine took longer than the limit.
+    /// The client took longer than the limit.
     TimedOut,
+    /// The answer took longer than the limit.
+    AnswerTime,
     /// The server's state does not allow it at the moment.
     Conflict,
     /// There are too many requests. The client may try again later.
@@ -71,7 +76,7 @@ impl Refusal {
             Kind::Forbidden => 403,
             Kind::NotFound => 404,
             Kind::Method => 405,
-            Kind::TimedOut => 408,
+            Kind::TimedOut | Kind::AnswerTime => 408,
             Kind::Conflict => 409,
             Kind::TooLarge => 413,
             Kind::Overloaded => 429,
@@ -80,9 +85,29 @@ impl Refusal {
         }
     }
 
+    /// Adds the headers that tell clients whether to send the request again.
+    pub(crate) fn with_headers(&self, mut response: Response) -> Response {
+        match self.kind {
+            Kind::Overloaded => {
+                response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
+            }
+            // The clients of OpenAI and Anthropic repeat requests after these statuses, but the answer would be the same.
+            Kind::AnswerTime | Kind::Conflict => {
+                response.headers_mut().insert("x-should-retry", HeaderValue::from_static("false"));
+            }
+            _ => {}
+        }
+        response
+    }
+
     /// Returns the refusal of a request whose engine thread has ended.
     pub(crate) fn engine_gone() -> Self {
         Self::new(Kind::Unavailable, "the engine has stopped; restart the server")
+    }
+
+    /// Returns the refusal of a request whose client does not read its answer.
+    pub(crate) fn slow_reader() -> Self {
+        Self::new(Kind::TimedOut, "the answer was read too slowly, so it was given up; read it faster")
     }
 
     /// Returns the refusal of a request that the shutdown has ended.
@@ -98,6 +123,10 @@ impl From<EngineError> for Refusal {
         let message = match error {
             EngineError::Cancelled => "the request was cancelled; send it again to get an answer".to_owned(),
             EngineError::Asleep(_) => "the server is asleep; wake it with POST /wake_up first".to_owned(),
+            EngineError::Core(CoreError::OutOfBlocks { asked, total, .. })
+            | EngineError::Chunk(ChunkError::Core(CoreError::OutOfBlocks { asked, total, .. })) => format!(
+                "the request needs {asked} blocks of the cache, which has {total}; shorten the prompt or the answer"
+            ),
             EngineError::TimeOut { limit } => {
                 format!("the answer took longer than the server's limit of {limit:?}; ask for fewer tokens")
             }
@@ -147,10 +176,11 @@ fn kind_of(error: &EngineError) -> Kind {
             | ModelError::EmptyStop,
         ) => Kind::Invalid,
         EngineError::Asleep(_) | EngineError::Cancelled => Kind::Unavailable,
-        EngineError::LibraryFull { .. } | EngineError::InUse { .. } | EngineError::NoSleepMode(_) => {
-            Kind::Conflict
-        }
-        EngineError::TimeOut { .. } => Kind::TimedOut,
+        EngineError::LibraryFull { .. }
+        | EngineError::InUse { .. }
+        | EngineError::Waiting { .. }
+        | EngineError::NoSleepMode(_) => Kind::Conflict,
+        EngineError::TimeOut { .. } => Kind::AnswerTime,
         _ => Kind::Internal,
     }
 }

@@ -1,12 +1,14 @@
 //! The answer to a request, in no dialect: decoded text and reports, while the engine computes.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use futures_util::future::poll_fn;
 use kvengine::{Answer, AnswerEvent, FinishReason, Generation, TokenLogprobs};
 use kvmodel::{AnswerPart, TextCodec, TextStream, ToolCall};
+use tokio::sync::mpsc::error::{SendTimeoutError, TrySendError};
 use tokio::sync::{mpsc, watch};
+use tracing::{Instrument as _, info};
 
 use crate::calls::CallReader;
 use crate::metrics::{Ended, ServerMetrics};
@@ -14,12 +16,13 @@ use crate::page::{RecentRequest, RecentRequests};
 use crate::refusal::Refusal;
 use crate::report::{Described, KvReport};
 use crate::shape::CallReading;
+use crate::token_texts::TokenTexts;
 
 /// The number of events that wait for a slow reader. The engine does not wait for the reader in any case.
 const BUFFER: usize = 64;
 
-/// The longest time that a finished piece of text waits for its reader before the request is cancelled.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// The time that a reader may take for each event, beyond its patience for the whole answer.
+const EACH_EVENT: Duration = Duration::from_secs(1);
 
 /// An answer while it is computed.
 ///
@@ -29,7 +32,11 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) struct Reply {
     pub(crate) prompt_tokens: usize,
     /// The events, which end with the last sample or with a refusal.
-    pub(crate) events: mpsc::Receiver<Result<ReplyEvent, Refusal>>,
+    events: mpsc::Receiver<Result<ReplyEvent, Refusal>>,
+    /// The number of samples that have not ended.
+    open: usize,
+    /// The refusal that had no room among the events.
+    last_words: Arc<OnceLock<Refusal>>,
 }
 
 /// An event of an answer.
@@ -55,10 +62,17 @@ pub(crate) struct Piece {
 /// A token with its log-probability.
 #[derive(Debug, Clone)]
 pub(crate) struct ReplyToken {
+    pub(crate) chosen: LikelyToken,
+    /// The likeliest tokens, likeliest first.
+    pub(crate) top: Vec<LikelyToken>,
+}
+
+/// A token as text and as bytes, with its log-probability.
+#[derive(Debug, Clone)]
+pub(crate) struct LikelyToken {
     pub(crate) text: String,
+    pub(crate) bytes: Vec<u8>,
     pub(crate) logprob: f32,
-    /// The likeliest tokens with their log-probabilities, likeliest first.
-    pub(crate) top: Vec<(String, f32)>,
 }
 
 /// The end of a sample.
@@ -85,24 +99,41 @@ pub(crate) enum EndReason {
     Length,
 }
 
+impl EndReason {
+    /// Returns a word for the log.
+    fn word(&self) -> &'static str {
+        match self {
+            Self::Stop => "stop",
+            Self::StopString(_) => "stop_string",
+            Self::Calls => "calls",
+            Self::Length => "length",
+        }
+    }
+}
+
 /// The properties of a request that its reply needs.
 #[derive(Debug)]
 pub(crate) struct ReplyForm {
     pub(crate) samples: usize,
     pub(crate) stop: Vec<String>,
     pub(crate) logprobs: bool,
+    pub(crate) texts: TokenTexts,
     /// The reading of calls of tools, if there may be some.
     pub(crate) calls: Option<CallReading>,
     /// Makes the report from the costs of a sample.
     pub(crate) describe: Described,
     pub(crate) metrics: Arc<ServerMetrics>,
     pub(crate) recent: Arc<RecentRequests>,
+    /// True for a request of the server itself, which is in no metric.
+    pub(crate) is_quiet: bool,
     /// The tenant, for the page of the server.
     pub(crate) tenant: Option<Arc<str>>,
     /// The time at which the request arrived.
     pub(crate) arrived: Instant,
     /// The time from then to the submission to the engine, which happens between two steps.
     pub(crate) waited: Duration,
+    /// The time for which events may wait for their reader before the request is cancelled.
+    pub(crate) patience: Duration,
 }
 
 /// The whole text of a sample.
@@ -126,11 +157,34 @@ impl Reply {
         guard: impl Send + 'static,
     ) -> Self {
         let (sender, events) = mpsc::channel(BUFFER);
-        tokio::spawn(async move {
-            decode(answer, &codec, &form, closing, &sender).await;
+        let (open, last_words) = (form.samples, Arc::new(OnceLock::new()));
+        let words = Arc::clone(&last_words);
+        let decoding = async move {
+            let mut sender = PatientSender::new(sender, form.patience);
+            if let Err(refusal) = decode(answer, &codec, &form, closing, &mut sender).await {
+                let _ = words.set(refusal);
+            }
             drop(guard);
-        });
-        Self { prompt_tokens, events }
+        };
+        tokio::spawn(decoding.in_current_span());
+        Self { prompt_tokens, events, open, last_words }
+    }
+
+    /// Returns the next event, or `None` behind the last one. An answer whose samples do not all end, ends with a refusal.
+    pub(crate) async fn next(&mut self) -> Option<Result<ReplyEvent, Refusal>> {
+        let event = self.events.recv().await;
+        match &event {
+            Some(Ok(ReplyEvent::End(_))) => self.open = self.open.saturating_sub(1),
+            Some(Ok(_)) => {}
+            Some(Err(_)) => self.open = 0,
+            None if self.open == 0 => {}
+            None => {
+                self.open = 0;
+                let refusal = self.last_words.get().cloned();
+                return Some(Err(refusal.unwrap_or_else(Refusal::engine_gone)));
+            }
+        }
+        event
     }
 
     /// Waits for all samples.
@@ -140,7 +194,7 @@ impl Reply {
     pub(crate) async fn whole(mut self, samples: usize) -> Result<(Vec<WholeSample>, KvReport), Refusal> {
         let mut all: Vec<WholeSample> = (0..samples).map(|_| WholeSample::default()).collect();
         let mut last = None;
-        while let Some(event) = self.events.recv().await {
+        while let Some(event) = self.next().await {
             match event? {
                 ReplyEvent::Piece(piece) => {
                     let sample = &mut all[piece.sample];
@@ -205,44 +259,97 @@ struct Decoder<'a> {
     first: Option<Duration>,
 }
 
+/// Sends events to a reader that may be slow.
+struct PatientSender {
+    sender: mpsc::Sender<Result<ReplyEvent, Refusal>>,
+    /// The time for which events may still wait.
+    left: Duration,
+}
+
+/// Why an event was not sent.
+enum Unsent {
+    ReaderGone,
+    ReaderSlow,
+}
+
+impl PatientSender {
+    fn new(sender: mpsc::Sender<Result<ReplyEvent, Refusal>>, patience: Duration) -> Self {
+        Self { sender, left: patience }
+    }
+
+    async fn send(&mut self, event: Result<ReplyEvent, Refusal>) -> Result<(), Unsent> {
+        let event = match self.sender.try_send(event) {
+            Ok(()) => return Ok(()),
+            Err(TrySendError::Closed(_)) => return Err(Unsent::ReaderGone),
+            Err(TrySendError::Full(event)) => event,
+        };
+        let begun = Instant::now();
+        let sent = self.sender.send_timeout(event, self.left.saturating_add(EACH_EVENT)).await;
+        self.left = self.left.saturating_sub(begun.elapsed().saturating_sub(EACH_EVENT));
+        sent.map_err(|error| match error {
+            SendTimeoutError::Timeout(_) => Unsent::ReaderSlow,
+            SendTimeoutError::Closed(_) => Unsent::ReaderGone,
+        })
+    }
+}
+
 /// Decodes until the answer ends or its reader goes away. Dropping the answer cancels the request.
+///
+/// # Errors
+/// Returns a refusal that the reader does not get as an event.
 async fn decode(
     answer: Answer,
     codec: &TextCodec,
     form: &ReplyForm,
     closing: watch::Receiver<bool>,
-    sender: &mpsc::Sender<Result<ReplyEvent, Refusal>>,
-) {
+    sender: &mut PatientSender,
+) -> Result<(), Refusal> {
+    let count = |how| {
+        if !form.is_quiet {
+            form.metrics.ended(how);
+        }
+    };
     match decode_all(answer, codec, form, closing, sender).await {
-        Ok(true) => {}
-        Ok(false) => form.metrics.ended(Ended::Abort),
+        Ok(None) => Ok(()),
+        Ok(Some(Unsent::ReaderGone)) => {
+            info!("the client has gone; its request is cancelled");
+            count(Ended::Abort);
+            Ok(())
+        }
+        Ok(Some(Unsent::ReaderSlow)) => {
+            info!("the client reads too slowly; its request is cancelled");
+            count(Ended::Abort);
+            Err(Refusal::slow_reader())
+        }
         Err(refusal) => {
-            form.metrics.ended(Ended::Error);
-            let _ = sender.send_timeout(Err(refusal), PATIENCE).await;
+            info!(reason = refusal.message, "the answer has ended early");
+            count(Ended::Error);
+            let unsent = sender.send(Err(refusal.clone())).await;
+            unsent.map_err(|_| refusal)
         }
     }
 }
 
-/// Decodes like [`decode`]. Returns true if all samples have ended, and false if the reader has gone.
+/// Decodes like [`decode`]. Returns why the reader does not get everything, if it does not.
 async fn decode_all(
     mut answer: Answer,
     codec: &TextCodec,
     form: &ReplyForm,
     mut closing: watch::Receiver<bool>,
-    sender: &mpsc::Sender<Result<ReplyEvent, Refusal>>,
-) -> Result<bool, Refusal> {
+    sender: &mut PatientSender,
+) -> Result<Option<Unsent>, Refusal> {
     let mut decoder = Decoder::new(codec, form)?;
     loop {
         let event = tokio::select! {
             biased;
-            () = sender.closed() => return Ok(false),
+            () = sender.sender.closed() => return Ok(Some(Unsent::ReaderGone)),
             _ = closing.wait_for(|&closing| closing) => return Err(Refusal::shutting_down()),
             event = poll_fn(|context| answer.poll_next(context)) => event,
         };
-        let Some(event) = event else { return Ok(true) };
+        let Some(event) = event else { return Ok(None) };
         for event in decoder.next(&answer, event?)? {
-            if sender.send_timeout(Ok(event), PATIENCE).await.is_err() {
-                return Ok(false);
+            if let Err(unsent) = sender.send(Ok(event)).await {
+                return Ok(Some(unsent));
             }
         }
     }
@@ -281,18 +388,19 @@ impl<'a> Decoder<'a> {
             return Ok(Vec::new());
         };
         let now = Instant::now();
-        if let Some(last) = decoding.last.replace(now) {
-            self.form.metrics.next_token(now - last);
+        let metrics = (!self.form.is_quiet).then_some(&self.form.metrics);
+        if let Some((last, metrics)) = decoding.last.replace(now).zip(metrics) {
+            metrics.next_token(now - last);
         }
         if self.first.is_none() {
             let after = now - self.form.arrived;
-            self.form.metrics.first_token(after);
+            metrics.iter().for_each(|metrics| metrics.first_token(after));
             self.first = Some(after);
         }
         decoding.tokens += 1;
         let text = decoding.stream.push(token)?.to_owned();
         if let Some(logprobs) = logprobs.filter(|_| self.form.logprobs) {
-            decoding.fresh.push(described(self.codec, logprobs)?);
+            decoding.fresh.push(described(self.codec, &self.form.texts, logprobs)?);
         }
         let parts = decoding.read(text);
         if decoding.stream.is_stopped() || decoding.calls.as_ref().is_some_and(CallReader::is_complete) {
@@ -324,28 +432,86 @@ impl<'a> Decoder<'a> {
             let tokens = std::mem::take(&mut decoding.fresh);
             events.push(ReplyEvent::Piece(Piece { sample, text: String::new(), tokens }));
         }
-        let (metrics, tokens) = (&self.form.metrics, decoding.tokens);
-        let (elapsed, queued) = (self.form.arrived.elapsed(), self.form.waited + generation.queued);
-        metrics.sample(generation, tokens, (elapsed, queued), self.ended == 0);
-        let report = self.form.describe.report(generation, self.first.unwrap_or(elapsed), queued);
-        if self.ended == 0 {
-            let form = self.form;
-            let segments = form.describe.segments(generation);
-            form.recent.add(RecentRequest::new(&report, segments, elapsed, form.tenant.as_deref()));
-        }
-        metrics.ended(if reason == EndReason::Length { Ended::Length } else { Ended::Stop });
+        let (form, tokens, is_first) = (self.form, decoding.tokens, self.ended == 0);
+        let (elapsed, queued) = (form.arrived.elapsed(), form.waited + generation.queued);
+        let report = form.describe.report(generation, self.first.unwrap_or(elapsed), queued);
         self.ended += 1;
+        if !form.is_quiet {
+            form.metrics.sample(generation, tokens, (elapsed, queued), is_first);
+            form.metrics.ended(if reason == EndReason::Length { Ended::Length } else { Ended::Stop });
+            if is_first {
+                let segments = form.describe.segments(generation);
+                form.recent.add(RecentRequest::new(&report, segments, elapsed, form.tenant.as_deref()));
+            }
+            let ms = elapsed.as_millis() as u64;
+            info!(sample, tokens, prompt_tokens = report.prompt_tokens, reason = reason.word(), ms, "ended");
+        }
         events.push(ReplyEvent::End(SampleEnd { sample, reason, tokens, report }));
         Ok(events)
     }
 }
 
 /// Returns a token with the texts of the likeliest tokens at its position.
-fn described(codec: &TextCodec, logprobs: &TokenLogprobs) -> Result<ReplyToken, Refusal> {
-    let top = logprobs.top.iter().map(|&(token, logprob)| Ok((codec.token_text(token)?, logprob)));
-    Ok(ReplyToken {
-        text: codec.token_text(logprobs.token)?,
-        logprob: logprobs.logprob,
-        top: top.collect::<Result<_, Refusal>>()?,
-    })
+fn described(codec: &TextCodec, texts: &TokenTexts, logprobs: &TokenLogprobs) -> Result<ReplyToken, Refusal> {
+    let one = |token, logprob| -> Result<LikelyToken, Refusal> {
+        let (text, bytes) = texts.of(codec, token)?;
+        Ok(LikelyToken { text, bytes, logprob })
+    };
+    let top = logprobs.top.iter().map(|&(token, logprob)| one(token, logprob));
+    Ok(ReplyToken { chosen: one(logprobs.token, logprobs.logprob)?, top: top.collect::<Result<_, _>>()? })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reply(open: usize) -> (mpsc::Sender<Result<ReplyEvent, Refusal>>, Reply) {
+        let (sender, events) = mpsc::channel(1);
+        (sender, Reply { prompt_tokens: 1, events, open, last_words: Arc::default() })
+    }
+
+    #[test]
+    fn an_answer_that_stops_before_its_end_is_refused() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let (sender, mut gone) = reply(1);
+            drop(sender);
+            assert!(matches!(gone.next().await, Some(Err(_))));
+            assert!(gone.next().await.is_none());
+            // A reader that takes nothing gets what waits, and then the reason.
+            let (sender, mut slow) = reply(1);
+            let mut sender = PatientSender::new(sender, Duration::ZERO);
+            let piece = || Ok(ReplyEvent::Piece(Piece::default()));
+            assert!(sender.send(piece()).await.is_ok());
+            assert!(matches!(sender.send(piece()).await, Err(Unsent::ReaderSlow)));
+            slow.last_words.set(Refusal::slow_reader()).unwrap();
+            drop(sender);
+            assert!(matches!(slow.next().await, Some(Ok(_))));
+            assert_eq!(slow.next().await.unwrap().unwrap_err(), Refusal::slow_reader());
+            assert!(slow.next().await.is_none());
+        });
+    }
+
+    #[test]
+    fn patience_is_for_the_whole_answer() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let (sender, mut reply) = reply(1);
+            let mut sender = PatientSender::new(sender, Duration::ZERO);
+            let taken = tokio::spawn(async move {
+                let mut taken = 0;
+                while reply.events.recv().await.is_some() {
+                    taken += 1;
+                    tokio::time::sleep(EACH_EVENT / 50).await;
+                }
+                taken
+            });
+            // A reader that is only a little slow is waited for without any patience.
+            for _ in 0..20 {
+                assert!(sender.send(Ok(ReplyEvent::Piece(Piece::default()))).await.is_ok());
+            }
+            drop(sender);
+            assert_eq!(taken.await.unwrap(), 20);
+        });
+    }
 }

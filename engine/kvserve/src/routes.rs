@@ -1,19 +1,20 @@
 //! The paths of the server, and what happens around each request.
 
-use std::any::Any;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Instant;
 
 use axum::Router;
-use axum::extract::{DefaultBodyLimit, Request};
+use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::HeaderValue;
-use axum::middleware::{Next, from_fn};
+use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use axum::routing::{get, post, put};
-use tower_http::catch_panic::CatchPanicLayer;
+use futures_util::FutureExt as _;
 use tracing::{Instrument as _, debug, error, info, info_span};
 
 use crate::dialect::{anthropic, cohere, control, new_id, openai, registered, responses, tokens};
+use crate::origin;
 use crate::page;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
@@ -51,7 +52,7 @@ pub(crate) fn routes(service: Arc<Service>) -> Router {
         .method_not_allowed_fallback(control::no_method)
         // Bodies are limited where they are read, so that each dialect says it in its own form.
         .layer(DefaultBodyLimit::disable())
-        .layer(CatchPanicLayer::custom(panicked))
+        .layer(from_fn_with_state(Arc::clone(&service), guarded))
         .layer(from_fn(named))
         .with_state(service)
 }
@@ -87,10 +88,48 @@ fn is_name(id: &HeaderValue) -> bool {
     (1..=128).contains(&id.len()) && id.as_bytes().iter().all(good)
 }
 
-#[allow(clippy::needless_pass_by_value, reason = "the layer passes the panic by value")]
-fn panicked(panic: Box<dyn Any + Send>) -> Response {
-    let reason = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
-    let reason = reason.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-    error!(reason, "a handler panicked");
-    openai::refused(&Refusal::new(Kind::Internal, "the server failed to answer this request; see its log"))
+/// Refuses requests of other sites' pages, and answers for a handler that panics, in the dialect of the path.
+async fn guarded(State(service): State<Arc<Service>>, request: Request, next: Next) -> Response {
+    let path = request.uri().path().to_owned();
+    if service.keys.is_none()
+        && let Err(refusal) = origin::check(request.headers(), service.is_local)
+    {
+        return control::refused_at(&path, &refusal);
+    }
+    unless_it_panics(&path, next.run(request)).await
+}
+
+/// Returns an answer, or a refusal in the dialect of the path if computing the answer panics.
+async fn unless_it_panics(path: &str, answer: impl Future<Output = Response>) -> Response {
+    let answered = AssertUnwindSafe(answer).catch_unwind().await;
+    answered.unwrap_or_else(|panic| {
+        let reason = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let reason = reason.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        error!(reason, "a handler panicked");
+        let reason = "the server failed to answer this request; see its log";
+        control::refused_at(path, &Refusal::new(Kind::Internal, reason))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_refused_in_the_dialect_of_its_path() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        for (path, words) in [
+            ("/v1/chat/completions", "\"type\":\"server_error\""),
+            ("/v1/messages", "\"type\":\"api_error\""),
+            ("/v2/chat", "\"id\":\"err-"),
+        ] {
+            let answer = runtime.block_on(async {
+                let answer = unless_it_panics(path, async { panic!("on purpose") }).await;
+                assert_eq!(answer.status(), 500);
+                axum::body::to_bytes(answer.into_body(), 10_000).await.unwrap()
+            });
+            let text = String::from_utf8(answer.to_vec()).unwrap();
+            assert!(text.contains(words) && !text.contains("on purpose"), "{path}: {text}");
+        }
+    }
 }

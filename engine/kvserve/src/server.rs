@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use hyper::server::conn::http1;
@@ -16,12 +16,19 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use tracing::{debug, info, warn};
 
+use crate::body_memory::BodyMemory;
 use crate::config::{Limits, ServedModel, ServerConfig};
+use crate::descriptors;
 use crate::engine_thread::EngineThread;
 use crate::error::{Error, Result};
+use crate::leisure::Leisure;
 use crate::library::Libraries;
+use crate::patient::Patient;
 use crate::routes::routes;
+use crate::seats::Seats;
 use crate::service::{BlockSize, Guide, Service, unix_time};
+use crate::tenants::ApiKeys;
+use crate::token_texts::TokenTexts;
 
 /// The number of threads that read and write connections, and decode answers.
 const WORKERS: usize = 2;
@@ -31,6 +38,9 @@ const TOKENISERS: usize = 2;
 const LAST_WORDS: Duration = Duration::from_secs(2);
 /// The time to wait before accepting again after the system refused, for example for lack of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// The time between two warnings that connections cannot be accepted.
+const WARN_PAUSE: Duration = Duration::from_secs(1);
 
 /// A running server.
 ///
@@ -67,6 +77,8 @@ impl Server {
         }
         let of_model = engine.model().config();
         let (context, vocabulary) = (of_model.max_positions, of_model.vocab_size);
+        let running = engine.scheduling().running;
+        let tenants = keys.as_ref().map_or(1, ApiKeys::tenants);
         let guide = Guide::new(of_model.clone());
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(WORKERS)
@@ -74,6 +86,15 @@ impl Server {
             .thread_name("kv-serve")
             .enable_all()
             .build()?;
+        let connections = descriptors::for_connections(limits.connections);
+        if connections < limits.connections {
+            let (wanted, limit) = (limits.connections, connections);
+            warn!(
+                wanted,
+                limit, "the limit on open files leaves room for fewer connections; raise it with ulimit -n"
+            );
+        }
+        let limits = Limits { connections, ..limits };
         let listen = |source| Error::Listen { address, source };
         let listener = runtime.block_on(TcpListener::bind(address)).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
@@ -95,9 +116,14 @@ impl Server {
             }),
             block,
             context,
+            running,
             vocabulary,
+            token_texts: TokenTexts::default(),
             guide,
-            seats: Arc::default(),
+            seats: Arc::new(Seats::new(limits.requests, tenants)),
+            bodies: Arc::new(BodyMemory::new(limits.body_bytes)),
+            leisure: Leisure::default(),
+            is_local: address.ip().is_loopback(),
             closing: closing.subscribe(),
             started: unix_time(),
         });
@@ -208,6 +234,7 @@ fn check(names: &[String], limits: &Limits) -> Result<()> {
 /// Accepts connections until the server stops, then waits until all of them are closed.
 async fn accept(listener: TcpListener, routes: Router, limits: Limits, mut stop: watch::Receiver<bool>) {
     let graceful = GracefulShutdown::new();
+    let mut warned: Option<Instant> = None;
     let places = Arc::new(Semaphore::new(limits.connections.min(Semaphore::MAX_PERMITS)));
     loop {
         let connection = async {
@@ -215,7 +242,11 @@ async fn accept(listener: TcpListener, routes: Router, limits: Limits, mut stop:
             match listener.accept().await {
                 Ok((stream, _)) => Some((stream, place)),
                 Err(error) => {
-                    warn!(%error, "cannot accept a connection");
+                    // The system may refuse each time for hours.
+                    if warned.is_none_or(|at| at.elapsed() > WARN_PAUSE) {
+                        warned = Some(Instant::now());
+                        warn!(%error, "cannot accept a connection");
+                    }
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                     None
                 }
@@ -238,15 +269,15 @@ async fn accept(listener: TcpListener, routes: Router, limits: Limits, mut stop:
     graceful.shutdown().await;
 }
 
-type Connection = http1::Connection<TokioIo<TcpStream>, TowerToHyperService<Router>>;
+type Connection = http1::Connection<TokioIo<Patient<TcpStream>>, TowerToHyperService<Router>>;
 
 fn serve(stream: TcpStream, routes: Router, limits: &Limits) -> Connection {
     // Each token is a small packet, which must not wait for more.
     let _ = stream.set_nodelay(true);
-    http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(limits.receive_time)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes))
+    http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(limits.receive_time).serve_connection(
+        TokioIo::new(Patient::new(stream, limits.send_time)),
+        TowerToHyperService::new(routes),
+    )
 }
 
 /// The signals that end the server.

@@ -1,26 +1,30 @@
 //! The state that handlers share: the engine's thread, the tokenizer, and the limits.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use kvengine::{AnswerGuide, Engine, PromptTokens, Request};
+use kvengine::{AnswerGuide, DocumentLibrary, Engine, PromptTokens, Request};
 use kvmodel::{ModelConfig, TextCodec, TextStream};
 use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::{debug, info};
 
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
+use crate::body_memory::BodyMemory;
 use crate::config::{DocumentReuse, Limits};
 use crate::engine_thread::EngineHandle;
-use crate::library::Libraries;
+use crate::leisure::Leisure;
+use crate::library::{Libraries, SharedLibrary};
 use crate::metrics::ServerMetrics;
 use crate::page::RecentRequests;
 use crate::prompt::{self, BuiltPrompt};
 use crate::refusal::{Kind, Refusal};
 use crate::reply::{Reply, ReplyForm};
 use crate::report::Described;
-use crate::tenants::ApiKeys;
+use crate::seats::{Seat, Seats};
+use crate::tenants::{self, ApiKeys};
+use crate::text_work;
+use crate::token_texts::TokenTexts;
 
 /// The state that all handlers share.
 #[derive(Debug)]
@@ -39,12 +43,22 @@ pub(crate) struct Service {
     pub(crate) block: BlockSize,
     /// The maximum number of positions of a request.
     pub(crate) context: usize,
+    /// The maximum number of answers that the engine computes at the same time.
+    pub(crate) running: usize,
     /// The number of tokens that the model knows.
     pub(crate) vocabulary: usize,
+    /// The texts of single tokens.
+    pub(crate) token_texts: TokenTexts,
     /// Compiles the forms of answers, once one is asked for.
     pub(crate) guide: Guide,
-    /// The number of requests that are answered or wait.
-    pub(crate) seats: Arc<AtomicUsize>,
+    /// The places of requests that are answered or wait.
+    pub(crate) seats: Arc<Seats>,
+    /// The memory for the bodies of requests.
+    pub(crate) bodies: Arc<BodyMemory>,
+    /// The registered documents that wait to be computed.
+    pub(crate) leisure: Leisure,
+    /// True if only this machine reaches the server.
+    pub(crate) is_local: bool,
     /// True once the shutdown ends all answers.
     pub(crate) closing: watch::Receiver<bool>,
     /// The time at which the server started, in seconds since 1970.
@@ -94,19 +108,6 @@ impl Guide {
     }
 }
 
-/// A request's place among the requests that are answered at the same time.
-///
-/// # Drop behaviour
-/// Gives the place back.
-#[derive(Debug)]
-pub(crate) struct Seat(Arc<AtomicUsize>);
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 impl Service {
     /// Submits a request. Its reply arrives while the engine computes it.
     ///
@@ -114,20 +115,35 @@ impl Service {
     /// Refuses the request if there are too many, if its prompt or its settings are not possible, or if the engine
     /// refuses it.
     pub(crate) async fn answer(&self, ask: Ask) -> Result<Reply, Refusal> {
+        let seat = self.seats.take(ask.owner.tenant.as_ref())?;
+        self.answer_from(Some(seat), ask).await
+    }
+
+    /// Submits a request of the server itself, which takes no place from others and is in no metric.
+    ///
+    /// # Errors
+    /// Refuses the request like [`answer`](Self::answer).
+    pub(crate) async fn answer_quietly(&self, ask: Ask) -> Result<Reply, Refusal> {
+        self.answer_from(None, ask).await
+    }
+
+    async fn answer_from(&self, seat: Option<Seat>, ask: Ask) -> Result<Reply, Refusal> {
         let arrived = Instant::now();
-        let seat = self.seat()?;
-        TextStream::check_stop(&ask.settings.stop)?;
-        let (codec, guide) = (self.codec.clone(), self.guide.clone());
-        let Ask { prompt, documents, settings, shape, owner, priority, label } = ask;
-        // With full attention, nothing is gained by cutting a text.
-        let has_library = self.reuse.is_some() && !documents.ignore_registered;
-        let library = has_library.then(|| self.libraries.of(owner.tenant.as_ref()));
+        self.check_settings(&ask.settings)?;
+        let (codec, guide, context) = (self.codec.clone(), self.guide.clone(), self.context);
+        let Ask { prompt, documents, settings, shape, mut owner, priority, label } = ask;
+        let library = self.library_for(&owner, &documents);
+        let is_quiet = seat.is_none();
+        let texts = settings.logprobs.map(|_| self.token_texts.clone());
         // A request that is given up keeps its place until its text is tokenised.
-        let built = self.tokenised(seat, move || {
+        let built = text_work::run(seat, move || {
+            texts.iter().for_each(|texts| texts.prepare(&codec));
             let shape = shape.compile(&codec, || guide.get(&codec))?;
-            Ok((prompt::build(&codec, prompt, documents, library.as_ref())?, shape))
+            Ok((prompt::build(&codec, prompt, documents, library.as_ref(), context)?, shape))
         });
         let ((built, shape), seat) = built.await?;
+        // Tokens take far less memory than the body that they come from.
+        drop(owner.body.take());
         let tenant = owner.tenant.clone();
         let (mut request, described) = self.request(built, &settings, owner, priority)?;
         request.constraint = shape.constraint;
@@ -135,74 +151,86 @@ impl Service {
             prompt_tokens = request.prompt.len(),
             documents = described.documents.len(),
             tenant = request.tenant.as_deref(),
-            label,
+            label = label.as_deref(),
             "submitting"
         );
         let prompt_tokens = request.prompt.len();
-        let answer = self.engine.call(move |engine| engine.submit(request)).await??;
+        // The engine may compute a first token before this task goes on.
+        let submit = move |engine: &mut Engine| (engine.submit(request), arrived.elapsed());
+        let (answer, waited) = self.engine.call(submit).await?;
+        let answer = answer?;
         let form = ReplyForm {
             samples: settings.samples,
             stop: settings.stop,
             logprobs: settings.logprobs.is_some(),
+            texts: self.token_texts.clone(),
             calls: shape.calls,
             describe: described,
             metrics: Arc::clone(&self.metrics),
             recent: Arc::clone(&self.recent),
+            is_quiet,
             tenant,
             arrived,
-            waited: arrived.elapsed(),
+            waited,
+            patience: self.limits.send_time,
         };
         Ok(Reply::start((answer, prompt_tokens), self.codec.clone(), form, self.closing.clone(), seat))
     }
 
-    /// Runs work that takes processor time on a thread for such work.
-    async fn tokenised<R: Send + 'static>(
-        &self,
-        seat: Seat,
-        work: impl FnOnce() -> Result<R, Refusal> + Send + 'static,
-    ) -> Result<(R, Seat), Refusal> {
-        let done = tokio::task::spawn_blocking(move || (work(), seat)).await;
-        let (result, seat) =
-            done.map_err(|_| Refusal::new(Kind::Internal, "the text could not be tokenised"))?;
-        Ok((result?, seat))
+    /// Returns the registered documents that are looked for in a request.
+    fn library_for(&self, owner: &Owner, documents: &Documents) -> Option<SharedLibrary> {
+        // With full attention, nothing is gained by cutting a text.
+        let has_library = self.reuse.is_some() && self.limits.documents > 0 && !documents.ignore_registered;
+        has_library.then(|| self.libraries.of(owner.tenant.as_ref()))
+    }
+
+    /// Checks what can be checked before a prompt is tokenised.
+    fn check_settings(&self, settings: &AnswerSettings) -> Result<(), Refusal> {
+        TextStream::check_stop(&settings.stop)?;
+        let (asked, most) = (settings.samples, self.limits.samples.min(self.running));
+        if asked > most {
+            return Err(Refusal::field("n", format!("{asked} answers are more than the limit of {most}")));
+        }
+        Ok(())
     }
 
     /// Tokenises a prompt that is not answered.
-    pub(crate) async fn count(&self, prompt: AskedPrompt, documents: Documents) -> Result<Vec<u32>, Refusal> {
-        let (seat, codec) = (self.seat()?, self.codec.clone());
-        let built = self.tokenised(seat, move || prompt::build(&codec, prompt, documents, None));
+    pub(crate) async fn count(
+        &self,
+        owner: &Owner,
+        prompt: AskedPrompt,
+        documents: Documents,
+    ) -> Result<Vec<u32>, Refusal> {
+        let (seat, codec) = (self.seats.take(owner.tenant.as_ref())?, self.codec.clone());
+        let (library, context) = (self.library_for(owner, &documents), self.context);
+        let built =
+            text_work::run(seat, move || prompt::build(&codec, prompt, documents, library.as_ref(), context));
         Ok(built.await?.0.tokens.iter().collect())
     }
 
-    /// Runs a short piece of text work.
+    /// Runs a short piece of text work for a tenant.
     pub(crate) async fn with_codec<R: Send + 'static>(
         &self,
-        work: impl FnOnce(&TextCodec) -> kvmodel::Result<R> + Send + 'static,
+        tenant: Option<&Arc<str>>,
+        work: impl FnOnce(&TextCodec) -> Result<R, Refusal> + Send + 'static,
     ) -> Result<R, Refusal> {
-        let (seat, codec) = (self.seat()?, self.codec.clone());
-        Ok(self.tokenised(seat, move || Ok(work(&codec)?)).await?.0)
+        let (seat, codec) = (self.seats.take(tenant)?, self.codec.clone());
+        Ok(text_work::run(seat, move || work(&codec)).await?.0)
+    }
+
+    /// Uses the registered documents of a tenant, which may take long.
+    pub(crate) async fn with_library<R: Send + 'static>(
+        &self,
+        tenant: Option<&Arc<str>>,
+        work: impl FnOnce(&mut DocumentLibrary) -> Result<R, Refusal> + Send + 'static,
+    ) -> Result<R, Refusal> {
+        let library = self.libraries.of(tenant);
+        Ok(text_work::run((), move || work(&mut library.lock())).await?.0)
     }
 
     /// Returns the number of bytes of keys and values that a document with so many tokens takes.
     pub(crate) fn kv_bytes(&self, tokens: usize) -> u64 {
         (tokens.div_ceil(self.block.tokens.max(1)) * self.block.bytes) as u64
-    }
-
-    /// Takes a place.
-    ///
-    /// # Errors
-    /// Refuses if there is none.
-    fn seat(&self) -> Result<Seat, Refusal> {
-        let seat = Seat(Arc::clone(&self.seats));
-        if self.seats.fetch_add(1, Ordering::Relaxed) >= self.limits.requests {
-            let reason =
-                format!("the server answers {} requests already; try again later", self.limits.requests);
-            return Err(Refusal {
-                code: Some("rate_limit_exceeded"),
-                ..Refusal::new(Kind::Overloaded, reason)
-            });
-        }
-        Ok(seat)
     }
 
     /// Returns the engine's request for a prompt, and what its report needs to know.
@@ -213,13 +241,6 @@ impl Service {
         owner: Owner,
         priority: i32,
     ) -> Result<(Request, Described), Refusal> {
-        if settings.samples > self.limits.samples {
-            let most = self.limits.samples;
-            return Err(Refusal::field(
-                "n",
-                format!("{} answers are more than the limit of {most}", settings.samples),
-            ));
-        }
         let BuiltPrompt { tokens, parts, not_reusable } = built;
         let length = tokens.len();
         if length >= self.context {
@@ -250,7 +271,7 @@ impl Service {
         request.tenant = owner.tenant.as_deref().map(str::to_owned);
         request.cache_salt = owner.salt;
         request.samples = settings.samples;
-        request.priority = priority;
+        request.priority = allowed_priority(self.keys.as_ref(), request.tenant.as_deref(), priority);
         request.time_limit = self.limits.answer_time;
         request.max_new_tokens = most.unwrap_or(room).min(room);
         request.sampling = settings.sampling;
@@ -305,6 +326,12 @@ impl Service {
     }
 }
 
+/// Returns the priority of a tenant's request. Tenants may let others go first, but not go before them.
+fn allowed_priority(keys: Option<&ApiKeys>, tenant: Option<&str>, asked: i32) -> i32 {
+    let may_go_first = keys.is_none() || tenant == Some(tenants::OPERATOR);
+    if may_go_first { asked } else { asked.min(0) }
+}
+
 /// Returns the seconds since 1970.
 pub(crate) fn unix_time() -> u64 {
     unix_time_ms() / 1000
@@ -313,4 +340,21 @@ pub(crate) fn unix_time() -> u64 {
 /// Returns the milliseconds since 1970.
 pub(crate) fn unix_time_ms() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_millis() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tenants_do_not_go_before_each_other() {
+        let mut keys = ApiKeys::default();
+        keys.add("key", "alice");
+        let all =
+            |keys, tenant| [i32::MIN, -5, 0, 5, i32::MAX].map(|asked| allowed_priority(keys, tenant, asked));
+        let own = [i32::MIN, -5, 0, 5, i32::MAX];
+        assert_eq!(all(None, None), own);
+        assert_eq!(all(Some(&keys), Some(tenants::OPERATOR)), own);
+        assert_eq!(all(Some(&keys), Some("alice")), [i32::MIN, -5, 0, 0, 0]);
+    }
 }

@@ -40,6 +40,13 @@ pub(crate) enum ToolChoice {
     Required,
     /// The tool with this name.
     Named(String),
+    /// Some of the tools, as if there were no others.
+    Allowed {
+        /// The names of these tools.
+        names: Vec<String>,
+        /// True if at least one must be called.
+        required: bool,
+    },
 }
 
 /// The reading of calls from an answer.
@@ -114,11 +121,10 @@ impl AnswerShape {
                 }
             }
         };
-        let constraint = guide()?.constraint(&form).map_err(|error| {
-            let refusal = Refusal::from(error);
-            let is_invalid = refusal.kind == Kind::Invalid;
-            if is_invalid { Refusal { param: Some(field.to_owned()), ..refusal } } else { refusal }
-        })?;
+        if let Some((field, AnswerForm::JsonSchema(schema))) = &self.form {
+            AnswerForm::check_schema(schema).map_err(|error| in_field(field, error))?;
+        }
+        let constraint = guide()?.constraint(&form).map_err(|error| in_field(field, error))?;
         let calls = calls.and_then(|format| Some(self.tools.as_ref()?.reading(format)));
         Ok(CompiledShape { constraint: Some(constraint), calls })
     }
@@ -141,9 +147,21 @@ impl Tools {
         };
         let tools: Vec<Value> =
             self.list.iter().map(|tool| value("tools", tool)).collect::<Result<_, _>>()?;
+        let schemas = tools.iter().filter_map(|tool| tool.get("function")?.get("parameters"));
+        schemas
+            .map(AnswerForm::check_schema)
+            .collect::<Result<(), _>>()
+            .map_err(|error| in_field("tools", error))?;
         let forced = ForcedCalls::new(codec.tool_call_format(), &tools, only, self.several);
         forced.map_err(|error| Refusal { param: Some("tools".to_owned()), ..Refusal::from(error) })
     }
+}
+
+/// Returns the refusal of a form, with its field if the client can change it.
+fn in_field(field: &str, error: kvengine::Error) -> Refusal {
+    let refusal = Refusal::from(error);
+    let is_invalid = refusal.kind == Kind::Invalid;
+    if is_invalid { Refusal { param: Some(field.to_owned()), ..refusal } } else { refusal }
 }
 
 /// Returns a grammar of answers that are calls or have a form.

@@ -14,8 +14,9 @@ use crate::refusal::{Kind, Refusal};
 
 /// The keys of clients, each with its tenant.
 ///
-/// The tenant of a request follows from its key alone, so a client can neither find nor push out what another tenant has
-/// by what it writes into a request.
+/// The tenant of a request follows from its key alone, so a client cannot find what another tenant has by what it writes into
+/// a request. Tenants share the memory of the caches: what one of them computes may push out what another has not used for
+/// longer.
 #[derive(Debug, Clone, Default)]
 pub struct ApiKeys {
     /// The tenants by the hashes of their keys. A lookup takes the same time for every wrong key.
@@ -45,6 +46,9 @@ impl ApiKeys {
             let (Some(key), Some(tenant), None) = (words.next(), words.next(), words.next()) else {
                 return Err(wrong(line, "it does not have two words"));
             };
+            if !key.bytes().all(|byte| byte.is_ascii_graphic()) {
+                return Err(wrong(line, "the key has characters that no HTTP header may have"));
+            }
             if tenant == Tenant::DEFAULT_TAG {
                 return Err(wrong(line, "this name belongs to the default tenant, who has no key"));
             }
@@ -65,6 +69,11 @@ impl ApiKeys {
         let new = matches!(slot, std::collections::hash_map::Entry::Vacant(_));
         slot.or_insert_with(|| known.unwrap_or_else(|| tenant.into()));
         new
+    }
+
+    /// Returns the number of tenants.
+    pub(crate) fn tenants(&self) -> usize {
+        self.tenants.values().collect::<BTreeSet<_>>().len()
     }
 
     /// Adds the tenants to the chunk cache.

@@ -31,7 +31,7 @@ reuse documents at any position, find the settings that keep your model's answer
     kvc tune --model ./Qwen3-0.6B --chat --out reuse.json
     kvc serve ./Qwen3-0.6B --reuse reuse.json --disk ./kv
 
-A file for --config has the options by their names, and the model as `model`. Options on the command line count more:
+A file for --config has the options by their names, and the model as `model`. Options on the command line take precedence:
 
     model = \"./Qwen3-0.6B\"
     port = 8080
@@ -66,8 +66,8 @@ pub(crate) struct ServerArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
 
-    /// File with a key and the name of its tenant in each line. Requests need one of the keys, and tenants share nothing
-    /// that is cached. Keys of the tenant `operator` may read metrics, and control sleep and caches. Default: everybody
+    /// File with a key and the name of its tenant in each line. Requests need one of the keys, and tenants find nothing that
+    /// others have cached. Keys of the tenant `operator` may read metrics, and control sleep and caches. Default: everybody
     /// may do everything.
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
@@ -75,7 +75,8 @@ pub(crate) struct ServerArgs {
     #[command(flatten)]
     pub(crate) disk: DiskArgs,
 
-    /// Reuse documents without a file that shows how many answers are kept, or although it does not show that enough are.
+    /// Reuse documents without a file that shows how many answers are kept, or even if the file does not show that enough
+    /// answers are kept.
     #[arg(long)]
     pub(crate) reuse_anyway: bool,
 
@@ -120,43 +121,52 @@ pub(crate) enum LogFormat {
 /// Limits on requests.
 #[derive(Debug, Args)]
 pub(crate) struct LimitArgs {
-    /// Largest body of a request, such as 32MiB.
+    /// Maximum size of a request's body, such as 32MiB.
     #[arg(long, help_heading = LIMITS, value_name = "SIZE", default_value = "32MiB", value_parser = bytes)]
     max_body: u64,
 
-    /// Requests that are answered or wait at the same time. Others get the status 429.
+    /// Maximum number of requests that are answered or wait at the same time; others get the status 429. Of several
+    /// tenants, each may have half of them.
     #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = Limits::default().requests, value_parser = at_least_one)]
     max_requests: usize,
 
-    /// Registered documents of a tenant (PUT /v1/documents/ID).
+    /// Maximum number of a tenant's registered documents (PUT /v1/documents/ID). With 0, prompts are not searched for any.
     #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = Limits::default().documents)]
     max_documents: usize,
 
-    /// Answers that are computed at the same time.
+    /// Maximum size of a tenant's registered documents together, such as 64MiB.
+    #[arg(long, help_heading = LIMITS, value_name = "SIZE", default_value = "64MiB", value_parser = bytes)]
+    max_document_bytes: u64,
+
+    /// Maximum number of answers that are computed at the same time.
     #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = kvengine::Scheduling::default().running, value_parser = at_least_one)]
     pub(crate) max_running: usize,
 
-    /// Tokens of an answer. Default: as many as the model's context has room for.
+    /// Maximum number of tokens of an answer. Default: as many as the model's context has room for.
     #[arg(long, help_heading = LIMITS, value_name = "N", value_parser = at_least_one)]
     max_answer_tokens: Option<usize>,
 
-    /// Answers per request.
+    /// Maximum number of answers per request.
     #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = Limits::default().samples, value_parser = at_least_one)]
     max_answers: usize,
 
-    /// Seconds until an answer ends with an error. Default: no limit.
+    /// Maximum number of seconds for an answer; then it ends with an error. Default: no limit.
     #[arg(long, help_heading = LIMITS, value_name = "SECONDS", value_parser = seconds)]
     max_answer_time: Option<Duration>,
 
-    /// Seconds in which a client must send the head of a request, and then its body.
+    /// Maximum number of seconds for the head of a request, and then for its body.
     #[arg(long, help_heading = LIMITS, value_name = "SECONDS", default_value = "60", value_parser = seconds)]
     receive_time: Duration,
 
-    /// Open connections. Others wait until one is closed.
+    /// Maximum number of seconds for which a client may leave an answer unread.
+    #[arg(long, help_heading = LIMITS, value_name = "SECONDS", default_value = "120", value_parser = seconds)]
+    send_time: Duration,
+
+    /// Maximum number of open connections; others wait.
     #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = Limits::default().connections, value_parser = at_least_one)]
     max_connections: usize,
 
-    /// Seconds that running answers have to end after SIGTERM or SIGINT.
+    /// Maximum number of seconds for running answers to end after SIGTERM or SIGINT.
     #[arg(long, help_heading = LIMITS, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     shutdown_time: Duration,
 }
@@ -170,9 +180,10 @@ impl LimitArgs {
             answer_tokens: self.max_answer_tokens,
             samples: self.max_answers,
             documents: self.max_documents,
-            document_bytes: Limits::default().document_bytes,
+            document_bytes: usize::try_from(self.max_document_bytes).unwrap_or(usize::MAX),
             answer_time: self.max_answer_time,
             receive_time: self.receive_time,
+            send_time: self.send_time,
             connections: self.max_connections,
             shutdown_time: self.shutdown_time,
         }

@@ -37,8 +37,8 @@ pub struct DocumentLibrary {
     owners: HashMap<TextNumber, BTreeMap<u64, Arc<str>>>,
     /// The documents that expire, soonest first.
     expiry: BTreeSet<(u64, Arc<str>)>,
-    /// The documents that have expired, until the caller takes them.
-    expired: Vec<RegisteredDocument>,
+    /// The documents that have expired, until the caller takes them; `None` to forget them.
+    expired: Option<Vec<RegisteredDocument>>,
     /// The number of the next registration.
     next: u64,
     bytes: usize,
@@ -49,7 +49,7 @@ pub struct DocumentLibrary {
 pub struct LibraryLimits {
     /// The maximum number of documents.
     pub documents: usize,
-    /// The maximum number of bytes in the texts of all documents.
+    /// The maximum number of bytes in the IDs, titles and texts of all documents.
     pub bytes: usize,
 }
 
@@ -95,6 +95,17 @@ pub struct RegisteredDocument {
     pub costs: Option<DocumentCosts>,
 }
 
+impl RegisteredDocument {
+    /// Returns the number of bytes of the ID, the title and the text.
+    fn size(&self) -> usize {
+        bytes_of(&self.id, self.title.as_deref(), &self.text)
+    }
+}
+
+fn bytes_of(id: &str, title: Option<&str>, text: &str) -> usize {
+    id.len() + title.map_or(0, str::len) + text.len()
+}
+
 /// The costs of a document's keys and values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct DocumentCosts {
@@ -135,10 +146,16 @@ impl DocumentLibrary {
             documents: BTreeMap::new(),
             owners: HashMap::new(),
             expiry: BTreeSet::new(),
-            expired: Vec::new(),
+            expired: None,
             next: 0,
             bytes: 0,
         }
+    }
+
+    /// Returns the library as one that keeps documents that expire until [`take_expired`](Self::take_expired) is called.
+    #[must_use]
+    pub fn keeping_expired(self) -> Self {
+        Self { expired: Some(self.expired.unwrap_or_default()), ..self }
     }
 
     /// Registers a document. Returns the document that had the ID before. If its text was the same, its costs are
@@ -159,15 +176,16 @@ impl DocumentLibrary {
         }
         let before = self.documents.get(id.as_str());
         let (others, bytes) = match before {
-            Some(before) => (self.documents.len() - 1, self.bytes - before.document.text.len()),
+            Some(before) => (self.documents.len() - 1, self.bytes - before.document.size()),
             None => (self.documents.len(), self.bytes),
         };
         let full = |what, asked, limit| Err(Error::LibraryFull { what, asked, limit });
         if others >= self.limits.documents {
             return full("documents", others + 1, self.limits.documents);
         }
-        if bytes + text.len() > self.limits.bytes {
-            return full("bytes of text", bytes + text.len(), self.limits.bytes);
+        let size = bytes_of(&id, title.as_deref(), &text);
+        if bytes + size > self.limits.bytes {
+            return full("bytes", bytes + size, self.limits.bytes);
         }
         let same = before.filter(|before| *before.document.text == text);
         let (registration, costs) = match same {
@@ -180,7 +198,7 @@ impl DocumentLibrary {
         let expires = ttl.map(|ttl| now.saturating_add(u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX)));
         let (id, text): (Arc<str>, Arc<str>) = (id.into(), text.into());
         let number = self.index.insert(&text);
-        self.bytes += text.len();
+        self.bytes += size;
         self.owners.entry(number).or_default().insert(registration, Arc::clone(&id));
         if let Some(expires) = expires {
             self.expiry.insert((expires, Arc::clone(&id)));
@@ -200,7 +218,7 @@ impl DocumentLibrary {
     /// Removes a document.
     pub fn remove(&mut self, id: &str) -> Option<RegisteredDocument> {
         let Entry { document, text, registration } = self.documents.remove(id)?;
-        self.bytes -= document.text.len();
+        self.bytes -= document.size();
         if let Some(expires) = document.expires {
             self.expiry.remove(&(expires, Arc::clone(&document.id)));
         }
@@ -243,17 +261,17 @@ impl DocumentLibrary {
         self.documents.values().map(|entry| &entry.document)
     }
 
-    /// Returns the number of bytes in the texts of all documents.
+    /// Returns the number of bytes in the IDs, titles and texts of all documents.
     pub fn bytes(&mut self) -> usize {
         self.expire();
         self.bytes
     }
 
-    /// Returns the documents that have expired since the last call, so that the caller can release their keys and
-    /// values.
+    /// Returns the documents that have expired since the last call, if the library
+    /// [keeps](Self::keeping_expired) them, for callers that release their keys and values.
     pub fn take_expired(&mut self) -> Vec<RegisteredDocument> {
         self.expire();
-        std::mem::take(&mut self.expired)
+        self.expired.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Removes the documents whose time is over.
@@ -261,7 +279,9 @@ impl DocumentLibrary {
         let now = self.clock.millis();
         while let Some((_, id)) = self.expiry.first().filter(|(expires, _)| *expires <= now).cloned() {
             let expired = self.remove(&id);
-            self.expired.extend(expired);
+            if let Some(kept) = &mut self.expired {
+                kept.extend(expired);
+            }
         }
     }
 }
@@ -309,7 +329,8 @@ mod tests {
 
     #[test]
     fn a_document_is_found_until_its_time_is_over() {
-        let (mut library, clock) = library(LibraryLimits::default());
+        let (library, clock) = library(LibraryLimits::default());
+        let mut library = library.keeping_expired();
         let short = NewDocument { ttl: Some(Duration::from_secs(5)), ..NewDocument::new("a", text("one")) };
         library.register(short.clone()).unwrap();
         library.register(NewDocument::new("b", text("two"))).unwrap();
@@ -326,7 +347,26 @@ mod tests {
         let expired: Vec<_> = library.take_expired().iter().map(|one| one.id.to_string()).collect();
         assert_eq!(expired, ["a"]);
         assert!(library.take_expired().is_empty());
-        assert_eq!(library.bytes(), text("two").len());
+        assert_eq!(library.bytes(), "b".len() + text("two").len());
+    }
+
+    #[test]
+    fn nothing_of_a_document_stays_after_its_time_unless_asked() {
+        let (mut library, clock) = library(LibraryLimits::default());
+        let weak: Vec<_> = (0..100)
+            .map(|i| {
+                let ttl = Some(Duration::from_millis(1));
+                let new = NewDocument { ttl, ..NewDocument::new("a", text(&format!("word{i}"))) };
+                library.register(new).unwrap();
+                let weak = Arc::downgrade(&library.get("a").unwrap().text);
+                clock.advance(Duration::from_secs(1));
+                assert!(library.get("a").is_none());
+                weak
+            })
+            .collect();
+        assert!(weak.iter().all(|text| text.upgrade().is_none()));
+        assert!(library.take_expired().is_empty());
+        assert_eq!(library.bytes(), 0);
     }
 
     #[test]
@@ -345,7 +385,7 @@ mod tests {
 
     #[test]
     fn documents_that_cannot_be_found_or_have_no_room_are_refused() {
-        let (mut library, _) = library(LibraryLimits { documents: 2, bytes: 300 });
+        let (mut library, _) = library(LibraryLimits { documents: 2, bytes: 302 });
         for short in ["", "a", &"é".repeat(31)] {
             let error = library.register(NewDocument::new("a", short)).unwrap_err();
             assert!(matches!(error, Error::ShortDocument { least: 64, bytes, .. } if bytes == short.len()));
@@ -354,7 +394,11 @@ mod tests {
         assert!(error.to_string().contains("document a"), "{error}");
         library.register(NewDocument::new("a", "a".repeat(150))).unwrap();
         let error = library.register(NewDocument::new("b", "b".repeat(151))).unwrap_err();
-        assert!(matches!(error, Error::LibraryFull { what: "bytes of text", asked: 301, limit: 300 }));
+        assert!(matches!(error, Error::LibraryFull { what: "bytes", asked: 303, limit: 302 }));
+        // A title takes memory like a text.
+        let titled = NewDocument { title: Some("b".repeat(100)), ..NewDocument::new("b", "b".repeat(64)) };
+        let error = library.register(titled).unwrap_err();
+        assert!(matches!(error, Error::LibraryFull { what: "bytes", asked: 316, limit: 302 }));
         library.register(NewDocument::new("b", "b".repeat(100))).unwrap();
         let error = library.register(NewDocument::new("c", "c".repeat(64))).unwrap_err();
         assert!(matches!(error, Error::LibraryFull { what: "documents", asked: 3, limit: 2 }));

@@ -3,14 +3,11 @@
 use llguidance::api::TopLevelGrammar;
 use serde_json::{Value, json};
 
+use super::levels::{Levels, MAX_NESTED, MAX_TOGETHER};
 use crate::error::{Error, Result};
 
 /// The maximum number of bytes of a schema, an expression or a grammar.
 const MAX_BYTES: usize = 1 << 20;
-
-/// The maximum depth of nested objects and lists in a schema. The library limits the depth of expressions and grammars
-/// itself.
-const MAX_DEPTH: usize = 100;
 
 /// White space in JSON. It is limited, because some models write it without end.
 const WHITE_SPACE: &str = r"[ \n\r\t]{1,40}";
@@ -41,13 +38,22 @@ impl AnswerForm {
             .map_err(|error| Error::Constraint(format!("the schema is not JSON ({error})")))
     }
 
+    /// Checks the size of a JSON schema, and how far down its values and its references lead. Grammars in Lark's syntax
+    /// may contain schemas, which must be checked before: compiling them takes stack for each level.
+    ///
+    /// # Errors
+    /// Returns [`Error::Constraint`] if the schema is too large or too deep.
+    pub fn check_schema(schema: &Value) -> Result<()> {
+        check_levels(Levels::of(schema))?;
+        check_size(schema.to_string().len())
+    }
+
     /// Returns the form as a grammar of the library.
     pub(super) fn grammar(&self) -> Result<TopLevelGrammar> {
         match self {
             Self::JsonObject => Ok(schema(json!({ "type": "object" }))),
             Self::JsonSchema(value) => {
-                check_depth(depth(value))?;
-                check_size(value.to_string().len())?;
+                Self::check_schema(value)?;
                 match value {
                     Value::Object(_) | Value::Bool(_) => Ok(schema(value.clone())),
                     _ => Err(Error::Constraint("a schema is a JSON object, or true".to_owned())),
@@ -79,25 +85,17 @@ fn check_size(bytes: usize) -> Result<()> {
     Err(Error::Constraint(format!("it has {bytes} bytes, and the limit is {MAX_BYTES}; shorten it")))
 }
 
-fn check_depth(depth: usize) -> Result<()> {
-    if depth <= MAX_DEPTH {
-        return Ok(());
-    }
-    Err(Error::Constraint(format!(
-        "it is nested {depth} levels deep, and the limit is {MAX_DEPTH}; move parts to definitions of their own"
-    )))
-}
-
-/// Returns the depth of nested objects and lists.
-fn depth(value: &Value) -> usize {
-    let (mut deepest, mut open) = (0, vec![(value, 1)]);
-    while let Some((value, depth)) = open.pop() {
-        match value {
-            Value::Array(items) => open.extend(items.iter().map(|item| (item, depth + 1))),
-            Value::Object(fields) => open.extend(fields.values().map(|field| (field, depth + 1))),
-            _ => continue,
-        }
-        deepest = deepest.max(depth);
-    }
-    deepest
+fn check_levels(levels: Levels) -> Result<()> {
+    let Levels { nested, together } = levels;
+    let reason = match () {
+        () if nested > MAX_NESTED => format!(
+            "it is nested {nested} levels deep, and the limit is {MAX_NESTED}; move parts to definitions of their own"
+        ),
+        () if together > MAX_TOGETHER => format!(
+            "it and the parts that it refers to have {together} levels together, and the limit is {MAX_TOGETHER}; use \
+             fewer references"
+        ),
+        () => return Ok(()),
+    };
+    Err(Error::Constraint(reason))
 }

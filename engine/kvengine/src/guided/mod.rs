@@ -5,11 +5,13 @@
 
 mod form;
 mod grammar;
+mod levels;
 mod vocabulary;
 
 pub use form::AnswerForm;
 
 use std::sync::Arc;
+use std::thread::{self, Builder};
 
 use kvmodel::{ModelConfig, TextCodec};
 use llguidance::api::{ParserLimits, TopLevelGrammar};
@@ -19,6 +21,10 @@ use toktrie::InferenceCapabilities;
 use crate::constraint::AnswerConstraint;
 use crate::error::{Error, Result};
 use grammar::Grammar;
+
+/// The stack of a thread that compiles a form, of which only what is used takes memory. The library calls itself for each
+/// level of a schema.
+const STACK: usize = 256 << 20;
 
 /// Compiles the forms of answers to constraints, for one model.
 ///
@@ -64,9 +70,17 @@ impl AnswerGuide {
     ///
     /// # Errors
     /// Returns [`Error::Constraint`] if the form is malformed, too large or too deep, uses what is not supported, or
-    /// cannot be met by any answer.
+    /// cannot be met by any answer, and [`Error::Thread`] if no thread can be started for it.
     pub fn constraint(&self, form: &AnswerForm) -> Result<Arc<dyn AnswerConstraint>> {
         let grammar: TopLevelGrammar = form.grammar()?;
+        thread::scope(|scope| {
+            let compiler = Builder::new().name("kv-grammar".to_owned()).stack_size(STACK);
+            let compiled = compiler.spawn_scoped(scope, || self.compile(grammar)).map_err(Error::Thread)?;
+            compiled.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    fn compile(&self, grammar: TopLevelGrammar) -> Result<Arc<dyn AnswerConstraint>> {
         let beginning = Matcher::new(self.factory.create_parser(grammar));
         Ok(Arc::new(Grammar::new(beginning, Arc::clone(&self.ends))?))
     }

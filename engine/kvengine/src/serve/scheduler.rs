@@ -139,12 +139,17 @@ impl Scheduler {
         self.swap.check_invariants()
     }
 
+    /// Returns the limits.
+    pub(crate) fn limits(&self) -> Scheduling {
+        self.limits
+    }
+
     /// Returns the total time of all steps.
     pub(crate) fn times(&self) -> StepTimes {
         self.times
     }
 
-    pub(super) fn report(&self, tokens: usize) -> Step {
+    pub(crate) fn report(&self, tokens: usize) -> Step {
         let (running, waiting) = (self.running.len(), self.waiting.len());
         Step { tokens, running, waiting, preemptions: self.preemptions, swaps: self.swaps }
     }

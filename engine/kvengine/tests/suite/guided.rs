@@ -417,3 +417,36 @@ fn hostile_forms_are_refused_or_compiled_within_bounds() {
     // Freeing a nested value calls itself for each level.
     std::mem::forget(forms);
 }
+
+/// Returns a schema that refers to a part of itself, which refers to the next one, and so on.
+fn chain(links: usize, link: impl Fn(Value) -> Value) -> Value {
+    let parts: serde_json::Map<String, Value> = (0..links)
+        .map(|i| (format!("a{i}"), link(json!({"$ref": format!("#/$defs/a{}", i + 1)}))))
+        .chain([(format!("a{links}"), json!({"type": "null"}))])
+        .collect();
+    json!({"$ref": "#/$defs/a0", "$defs": parts})
+}
+
+#[rstest]
+#[case::bare(|next| next)]
+#[case::all(|next| json!({"allOf": [next]}))]
+#[case::any(|next| json!({"anyOf": [next, {"type": "null"}]}))]
+#[case::one(|next| json!({"oneOf": [{"type": "string"}, next]}))]
+#[case::items(|next| json!({"type": "array", "items": next}))]
+#[case::first(|next| json!({"type": "array", "prefixItems": [next]}))]
+#[case::property(|next| json!({"type": "object", "properties": {"a": next}, "required": ["a"]}))]
+#[case::more(|next| json!({"type": "object", "additionalProperties": next}))]
+#[case::pattern(|next| json!({"type": "object", "patternProperties": {"^a$": next}}))]
+fn a_chain_of_references_is_refused_or_has_enough_stack(#[case] link: fn(Value) -> Value) {
+    let guide = guide(&[END]);
+    let error = guide.constraint(&AnswerForm::JsonSchema(chain(20_000, link))).unwrap_err();
+    assert!(error.to_string().contains("use fewer references"), "{error}");
+    // The longest chain that is compiled.
+    let compiles = |links: usize| match guide.constraint(&AnswerForm::JsonSchema(chain(links, link))) {
+        Err(error) => !error.to_string().contains("use fewer references"),
+        Ok(_) => true,
+    };
+    let is_small = |links: &usize| AnswerForm::check_schema(&chain(*links, link)).is_ok();
+    let longest = (0..4001).step_by(50).rev().find(is_small);
+    assert!(longest.is_some_and(|links| links > 500 && compiles(links)), "{longest:?}");
+}

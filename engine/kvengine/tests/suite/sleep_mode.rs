@@ -138,6 +138,24 @@ fn blocks_that_somebody_holds_keep_the_pool_of_sequences_awake() {
 }
 
 #[test]
+fn requests_that_wait_keep_the_pool_of_sequences_awake() {
+    let golden = Golden::load("llama");
+    let mut engine = engine("llama", Execution::Immediate, "f32");
+    let tokens = golden.prompt.system().to_vec();
+    let mut answer = engine.submit(Request::new(PromptTokens::Plain(tokens))).unwrap();
+    for tags in [PoolTag::ALL.as_slice(), &[PoolTag::KvCache]] {
+        let refused = engine.sleep(tags).unwrap_err();
+        assert!(matches!(refused, Error::Waiting { requests: 1 }), "{refused}");
+        assert!(PoolTag::ALL.iter().all(|&tag| !engine.is_sleeping(tag)), "all or none");
+    }
+    // Requests are answered without chunks while these sleep.
+    engine.sleep(&[PoolTag::ChunkCache]).unwrap();
+    while !engine.step().unwrap().is_idle() {}
+    assert!(std::iter::from_fn(|| answer.try_next()).all(|event| event.is_ok()));
+    engine.sleep(&PoolTag::ALL).unwrap();
+}
+
+#[test]
 fn engines_that_cannot_sleep_say_what_to_do() {
     let plain = EngineConfig { enable_sleep_mode: false, ..config("f32") };
     let mut plain = Engine::new(load_model("llama"), CpuBackend::new(), b"t", &plain).unwrap();

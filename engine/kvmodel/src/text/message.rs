@@ -163,6 +163,14 @@ impl Message {
         Some(parts.iter().filter_map(text).collect())
     }
 
+    /// Returns the message as one of another author.
+    #[must_use]
+    pub fn with_role(&self, role: Role) -> Self {
+        let mut message = Self { role, ..self.clone() };
+        set(&mut message.fields, "role", role.word().into());
+        message
+    }
+
     /// Returns the message with another text in place of its content. Other fields stay.
     #[must_use]
     pub fn with_text(&self, text: impl Into<String>) -> Self {

@@ -205,6 +205,12 @@ impl TextCodec {
         self.template.source().is_some_and(|template| template.contains("tools"))
     }
 
+    /// Returns true if the chat template knows the role `developer`. Others leave such messages out, refuse them, or write
+    /// a role that the model does not know.
+    pub fn takes_developers(&self) -> bool {
+        self.template.source().is_some_and(|template| template.contains(Role::Developer.word()))
+    }
+
     /// Encodes a conversation in the model's chat template, up to the beginning of the answer, or, if the last
     /// message is the model's, up to the end of its text. The template writes its own special tokens, so none
     /// are added.

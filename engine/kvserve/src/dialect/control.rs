@@ -1,7 +1,6 @@
 //! The paths for operators and monitors: health, version, metrics, sleep, and forgetting what is cached.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use axum::Json;
 use axum::extract::{Request, State};
@@ -38,7 +37,7 @@ pub(crate) async fn metrics(State(service): State<Arc<Service>>, request: Reques
         service.check_operator(&request.into_parts().0)?;
         let caches = service.engine.call(|engine| CacheText::of(engine)).await?;
         let model = service.names.first().map(String::as_str).unwrap_or_default();
-        let requests = service.seats.load(Ordering::Relaxed);
+        let requests = service.seats.taken();
         let text = service.metrics.exposition(model, service.engine.last_step(), requests, &caches);
         let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
         Ok(([(CONTENT_TYPE, kind)], text).into_response())
@@ -114,7 +113,7 @@ pub(crate) async fn no_method(request: Request) -> Response {
 }
 
 /// Returns a refusal in the dialect of a path.
-fn refused_at(path: &str, refusal: &Refusal) -> Response {
+pub(crate) fn refused_at(path: &str, refusal: &Refusal) -> Response {
     match path {
         _ if path.starts_with("/v1/messages") => anthropic::refused(refusal),
         _ if path.starts_with("/v2/") => cohere::refused(refusal),

@@ -4,17 +4,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use kvengine::{DocumentCosts, NewDocument, RegisteredDocument, Sampling};
-use kvmodel::{Message, Role};
+use kvmodel::{Message, Role, TextCodec};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tracing::{debug, info};
 
 use super::openai::respond;
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
+use crate::leisure::LeisureJob;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
 use crate::shape::AnswerShape;
@@ -22,6 +24,10 @@ use crate::tenants;
 
 /// The most bytes of an ID.
 const MAX_ID: usize = 256;
+/// The most bytes of a title.
+const MAX_TITLE: usize = 1024;
+/// The shortest time for which a document is kept.
+const MIN_TTL: Duration = Duration::from_secs(1);
 
 /// A document to register. Every other field is refused.
 #[derive(Debug, Deserialize)]
@@ -35,98 +41,118 @@ struct PutRequest {
     system: Option<String>,
 }
 
+/// The ID in a path, if the path is UTF-8.
+type PathId = Result<Path<String>, PathRejection>;
+
 /// Registers a document under an ID, or replaces it.
-pub(crate) async fn put(
-    State(service): State<Arc<Service>>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Response {
+pub(crate) async fn put(State(service): State<Arc<Service>>, id: PathId, request: Request) -> Response {
     respond(registered(&service, id, request).await)
 }
 
 /// Lists the documents of a tenant, without their texts.
 pub(crate) async fn list(State(service): State<Arc<Service>>, request: Request) -> Response {
-    respond(listed(&service, &request.into_parts().0))
+    respond(listed(&service, request).await)
 }
 
 /// Returns a document with its text.
-pub(crate) async fn get(
-    State(service): State<Arc<Service>>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Response {
-    let found = || {
-        let tenant = tenants::tenant(service.keys.as_ref(), &request.into_parts().0.headers)?;
-        let library = service.libraries.of(tenant.as_ref());
-        let mut library = library.lock();
-        let document = library.get(&id).ok_or_else(|| unknown(&id))?;
-        let mut shown = shown(document, service.libraries.now());
-        shown["text"] = json!(&*document.text);
-        Ok(Json(shown).into_response())
-    };
-    respond(found())
+pub(crate) async fn get(State(service): State<Arc<Service>>, id: PathId, request: Request) -> Response {
+    respond(found(&service, id, request).await)
 }
 
 /// Forgets a document. Its keys and values leave the caches like those of other documents.
-pub(crate) async fn delete(
-    State(service): State<Arc<Service>>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Response {
-    let removed = || {
-        let tenant = tenants::tenant(service.keys.as_ref(), &request.into_parts().0.headers)?;
-        let removed = service.libraries.of(tenant.as_ref()).lock().remove(&id);
-        removed.map(drop).ok_or_else(|| unknown(&id))?;
-        Ok(Json(json!({"id": id, "object": "document", "deleted": true})).into_response())
-    };
-    respond(removed())
+pub(crate) async fn delete(State(service): State<Arc<Service>>, id: PathId, request: Request) -> Response {
+    respond(removed(&service, id, request).await)
 }
 
-async fn registered(service: &Arc<Service>, id: String, request: Request) -> Result<Response, Refusal> {
+async fn registered(service: &Arc<Service>, id: PathId, request: Request) -> Result<Response, Refusal> {
     let (owner, request): (Owner, PutRequest) = service.read(request).await?;
-    if id.is_empty() || id.len() > MAX_ID {
-        return Err(Refusal::field("id", format!("the ID must have 1 to {MAX_ID} bytes")));
-    }
+    let id = read_id(id)?;
     let PutRequest { text, title, ttl_seconds, system } = request;
+    if let Some(title) = title.as_ref().filter(|title| title.len() > MAX_TITLE) {
+        let reason = format!("the title has {} bytes; it may have up to {MAX_TITLE}", title.len());
+        return Err(Refusal::field("title", reason));
+    }
     let ttl = ttl_seconds.map(Duration::try_from_secs_f64).transpose().map_err(|error| {
         Refusal::field("ttl_seconds", format!("ttl_seconds must be a number of seconds from now: {error}"))
     })?;
-    let counted = text.clone();
-    let tokens = service.with_codec(move |codec| codec.encode(&counted, false)).await?.len();
-    let library = service.libraries.of(owner.tenant.as_ref());
-    let (status, document) = {
-        let mut library = library.lock();
-        let before = library.register(NewDocument { id: id.clone(), title, text: text.clone(), ttl })?;
-        let costs = DocumentCosts {
-            tokens,
-            kv_bytes: service.kv_bytes(tokens),
-            computed_in: library
-                .get(&id)
-                .and_then(|one| one.costs)
-                .map_or(Duration::ZERO, |costs| costs.computed_in),
-        };
-        library.set_costs(&id, costs);
-        let status = if before.is_some() { StatusCode::OK } else { StatusCode::CREATED };
-        (status, library.get(&id).map(|document| shown(document, service.libraries.now())))
-    };
-    if let Some(system) = system {
-        tokio::spawn(compute(Arc::clone(service), owner, id, text, system));
+    if ttl.is_some_and(|ttl| ttl < MIN_TTL) {
+        return Err(Refusal::field("ttl_seconds", "ttl_seconds must be at least 1"));
     }
+    // Without reuse, nothing that is computed now would be found at another position.
+    let system = system.filter(|_| service.reuse.is_some());
+    if let Some(system) = &system {
+        service.leisure.check(system)?;
+    }
+    let (library, now) = (service.libraries.of(owner.tenant.as_ref()), service.libraries.now());
+    let (handle, new_id) = (Arc::clone(service), id.clone());
+    let work = move |codec: &TextCodec| {
+        let tokens = codec.encode(&text, false)?.len();
+        let mut library = library.lock();
+        let new = NewDocument { id: new_id.clone(), title, text, ttl };
+        let status = match library.register(new)? {
+            Some(_) => StatusCode::OK,
+            None => StatusCode::CREATED,
+        };
+        let known = library.get(&new_id).and_then(|one| one.costs);
+        let computed_in = known.map_or(Duration::ZERO, |costs| costs.computed_in);
+        let costs = DocumentCosts { tokens, kv_bytes: handle.kv_bytes(tokens), computed_in };
+        library.set_costs(&new_id, costs);
+        let document = library.get(&new_id).ok_or_else(|| unknown(&new_id))?;
+        Ok((status, shown(document, now)))
+    };
+    let answer = service.with_codec(owner.tenant.as_ref(), work).await?;
+    if let Some(system) = system {
+        service.at_leisure(LeisureJob { tenant: owner.tenant, id, system }, compute);
+    }
+    let (status, document) = answer;
     Ok((status, Json(document)).into_response())
 }
 
-fn listed(service: &Service, parts: &axum::http::request::Parts) -> Result<Response, Refusal> {
-    let tenant = tenants::tenant(service.keys.as_ref(), &parts.headers)?;
-    let library = service.libraries.of(tenant.as_ref());
-    let mut library = library.lock();
+async fn listed(service: &Service, request: Request) -> Result<Response, Refusal> {
+    let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
     let now = service.libraries.now();
-    let data: Vec<Value> = library.documents().map(|document| shown(document, now)).collect();
-    Ok(Json(json!({"object": "list", "data": data, "bytes": library.bytes()})).into_response())
+    let list = service.with_library(tenant.as_ref(), move |library| {
+        let data: Vec<Value> = library.documents().map(|document| shown(document, now)).collect();
+        Ok(json!({"object": "list", "data": data, "bytes": library.bytes()}))
+    });
+    Ok(Json(list.await?).into_response())
 }
 
-/// Computes a document behind a system prompt, when nobody else wants the engine.
-async fn compute(service: Arc<Service>, owner: Owner, id: String, text: String, system: String) {
-    let library = service.libraries.of(owner.tenant.as_ref());
+async fn found(service: &Service, id: PathId, request: Request) -> Result<Response, Refusal> {
+    let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
+    let (id, now) = (read_id(id)?, service.libraries.now());
+    let document = service.with_library(tenant.as_ref(), move |library| {
+        let document = library.get(&id).ok_or_else(|| unknown(&id))?;
+        let mut shown = shown(document, now);
+        shown["text"] = json!(&*document.text);
+        Ok(shown)
+    });
+    Ok(Json(document.await?).into_response())
+}
+
+async fn removed(service: &Service, id: PathId, request: Request) -> Result<Response, Refusal> {
+    let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
+    let id = read_id(id)?;
+    let removed = service.with_library(tenant.as_ref(), move |library| {
+        library.remove(&id).map(drop).ok_or_else(|| unknown(&id))?;
+        Ok(json!({"id": id, "object": "document", "deleted": true}))
+    });
+    Ok(Json(removed.await?).into_response())
+}
+
+fn read_id(id: PathId) -> Result<String, Refusal> {
+    match id {
+        Ok(Path(id)) if (1..=MAX_ID).contains(&id.len()) => Ok(id),
+        Ok(_) => Err(Refusal::field("id", format!("the ID must have 1 to {MAX_ID} bytes"))),
+        Err(_) => Err(Refusal::field("id", "the ID in the path must be UTF-8")),
+    }
+}
+
+/// Computes a document behind a system prompt, if it is still registered.
+async fn compute(service: Arc<Service>, job: LeisureJob) {
+    let LeisureJob { tenant, id, system } = job;
+    let library = service.libraries.of(tenant.as_ref());
+    let Some(text) = library.lock().get(&id).map(|document| Arc::clone(&document.text)) else { return };
     let messages = vec![Message::new(Role::System, system), Message::new(Role::User, format!("{text}\n?"))];
     let settings = AnswerSettings {
         max_tokens: Some(1),
@@ -142,16 +168,22 @@ async fn compute(service: Arc<Service>, owner: Owner, id: String, text: String, 
         prompt: AskedPrompt::Conversation { messages, variables: Vec::new() },
         documents: Documents::default(),
         settings,
-        owner,
+        owner: Owner { tenant, ..Owner::default() },
         priority: i32::MIN,
         label: None,
     };
-    let answer = async { service.answer(ask).await?.whole(1).await };
+    let answer = async { service.answer_quietly(ask).await?.whole(1).await };
     match answer.await {
+        // A template may change the text, so that the document is not found in its prompt.
+        Ok((_, report)) if !report.parts.iter().any(|part| part.id == id) => {
+            info!(id, "a registered document is not in the prompt as the chat template writes it");
+        }
         Ok((_, report)) => {
-            let computed_in = Duration::try_from_secs_f64(report.ttft_ms / 1e3).unwrap_or_default();
+            // Zero would mean that it is not computed.
+            let seconds = (report.ttft_ms - report.queue_ms).max(1e-3) / 1e3;
+            let computed_in = Duration::try_from_secs_f64(seconds).unwrap_or_default();
             let mut library = library.lock();
-            let costs = library.get(&id).filter(|document| *document.text == text).and_then(|one| one.costs);
+            let costs = library.get(&id).filter(|document| document.text == text).and_then(|one| one.costs);
             if let Some(costs) = costs {
                 library.set_costs(&id, DocumentCosts { computed_in, ..costs });
             }

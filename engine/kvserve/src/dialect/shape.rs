@@ -142,6 +142,19 @@ pub(crate) fn shape(
             |tool: &Variable| tool.field("function").and_then(|function| function.field("name")).cloned();
         tools.iter().any(|tool| own(tool) == Some(name.into()))
     };
+    if let ToolChoice::Allowed { names, required } = &choice {
+        if let Some(name) = names.iter().find(|name| !is_named(name)) {
+            let reason = format!("tool_choice names {name:?}, but there is no tool with this name");
+            return Err(Refusal::field("tool_choice", reason));
+        }
+        let is_allowed = |tool: &Variable| {
+            let name = tool.field("function").and_then(|function| function.field("name"));
+            names.iter().any(|allowed| name == Some(&allowed.as_str().into()))
+        };
+        let tools = tools.into_iter().filter(is_allowed).collect();
+        let choice = if *required { ToolChoice::Required } else { ToolChoice::Auto };
+        return shape(tools, choice, several, form);
+    }
     match &choice {
         ToolChoice::Required if tools.is_empty() => Err(Refusal::field(
             "tool_choice",

@@ -65,7 +65,7 @@ pub(crate) fn respond(replies: Vec<Reply>, chunks: impl Chunks) -> Response {
 /// Returns the events of all replies, each with the index of its prompt.
 fn events(replies: Vec<Reply>) -> impl Stream<Item = (usize, Result<ReplyEvent, Refusal>)> {
     let one = |(prompt, reply): (usize, Reply)| {
-        stream::unfold(reply, |mut reply| async move { Some((reply.events.recv().await?, reply)) })
+        stream::unfold(reply, |mut reply| async move { Some((reply.next().await?, reply)) })
             .map(move |event| (prompt, event))
             .boxed()
     };

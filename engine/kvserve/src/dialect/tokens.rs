@@ -40,25 +40,34 @@ pub(crate) async fn tokenize(State(service): State<Arc<Service>>, request: Reque
 }
 
 async fn encoded(service: &Service, request: Request) -> Result<Response, Refusal> {
-    let (_, request): (_, TokenizeRequest) = service.read(request).await?;
+    let (owner, request): (_, TokenizeRequest) = service.read(request).await?;
     service.check_model(request.model.as_deref())?;
     let special = request.add_special_tokens.unwrap_or(true);
     let documents = Documents { given: documents(request.documents.as_ref())?, ..Documents::default() };
+    if !special && !documents.given.is_empty() {
+        let reason = "documents stand behind special tokens; leave out the documents, or send true";
+        return Err(Refusal::field("add_special_tokens", reason));
+    }
+    let tenant = owner.tenant.as_ref();
     let tokens = match (request.prompt, request.messages) {
-        (Some(text), None) if !special => service.with_codec(move |codec| codec.encode(&text, false)).await?,
-        (Some(text), None) => service.count(AskedPrompt::Text(text), documents).await?,
+        (Some(text), None) if !special => {
+            service.with_codec(tenant, move |codec| Ok(codec.encode(&text, false)?)).await?
+        }
+        (Some(text), None) => service.count(&owner, AskedPrompt::Text(text), documents).await?,
         (None, Some(messages)) => {
             let messages = conversation(messages)?;
-            service.count(AskedPrompt::Conversation { messages, variables: Vec::new() }, documents).await?
+            let prompt = AskedPrompt::Conversation { messages, variables: Vec::new() };
+            service.count(&owner, prompt, documents).await?
         }
         _ => return Err(Refusal::field("prompt", "give either a prompt or messages")),
     };
     let mut all = json!({"count": tokens.len(), "max_model_len": service.context, "tokens": tokens});
     if request.return_token_strs == Some(true) {
-        let texts = move |codec: &kvmodel::TextCodec| -> kvmodel::Result<Vec<String>> {
-            tokens.iter().map(|&token| codec.token_text(token)).collect()
+        let texts = service.token_texts.clone();
+        let texts = move |codec: &kvmodel::TextCodec| -> Result<Vec<String>, Refusal> {
+            tokens.iter().map(|&token| Ok(texts.of(codec, token)?.0)).collect()
         };
-        all["token_strs"] = json!(service.with_codec(texts).await?);
+        all["token_strs"] = json!(service.with_codec(tenant, texts).await?);
     }
     Ok(Json(all).into_response())
 }
@@ -69,13 +78,14 @@ pub(crate) async fn detokenize(State(service): State<Arc<Service>>, request: Req
 }
 
 async fn decoded(service: &Service, request: Request) -> Result<Response, Refusal> {
-    let (_, request): (_, DetokenizeRequest) = service.read(request).await?;
+    let (owner, request): (_, DetokenizeRequest) = service.read(request).await?;
     service.check_model(request.model.as_deref())?;
     if let Some(token) = request.tokens.iter().find(|&&token| token as usize >= service.vocabulary) {
         let known = service.vocabulary;
         let reason = format!("token {token} is outside the vocabulary of {known} tokens");
         return Err(Refusal::field("tokens", reason));
     }
-    let text = service.with_codec(move |codec| codec.decode(&request.tokens)).await?;
+    let work = move |codec: &kvmodel::TextCodec| Ok(codec.decode(&request.tokens)?);
+    let text = service.with_codec(owner.tenant.as_ref(), work).await?;
     Ok(Json(json!({"prompt": text})).into_response())
 }

@@ -9,6 +9,7 @@ use axum::response::{IntoResponse as _, Response};
 
 use crate::dialect::openai::respond;
 use crate::service::Service;
+use crate::text_work;
 
 mod overview;
 mod recent;
@@ -32,7 +33,9 @@ pub(crate) async fn overview(State(service): State<Arc<Service>>, request: Reque
     let overview = async {
         service.check_operator(&request.into_parts().0)?;
         let caches = service.engine.call(|engine| overview::Caches::of(engine)).await?;
-        Ok(Json(Overview::new(&service, caches)).into_response())
+        let handle = Arc::clone(&service);
+        let (sizes, ()) = text_work::run((), move || Ok(handle.libraries.sizes())).await?;
+        Ok(Json(Overview::new(&service, caches, sizes)).into_response())
     };
     respond(overview.await)
 }

@@ -75,9 +75,9 @@ struct Tier {
 }
 
 impl Overview {
-    pub(super) fn new(service: &Service, caches: Caches) -> Self {
+    /// Puts the data together. `registered` is the number of registered documents and of their bytes.
+    pub(super) fn new(service: &Service, caches: Caches, (count, bytes): (usize, usize)) -> Self {
         let (step, recent) = (service.engine.last_step(), service.recent.all());
-        let (count, bytes) = service.libraries.sizes();
         let mut first: Vec<f64> = recent.iter().map(|request| request.ttft_ms).collect();
         first.sort_unstable_by(f64::total_cmp);
         Self {

@@ -149,9 +149,12 @@ fn an_answer_ends_at_a_stop_sequence_or_at_the_limit() {
     let mut request = request.clone();
     request["stop_sequences"] = json!([]);
     request["max_tokens"] = json!(1);
-    request["messages"][0]["content"] = json!("alba ");
     let cut = post(server.address(), PATH, &request).json();
-    assert!(["max_tokens", "end_turn"].contains(&cut["stop_reason"].as_str().unwrap()));
+    assert_eq!(
+        (&cut["stop_reason"], &cut["usage"]["output_tokens"]),
+        (&json!("max_tokens"), &json!(1)),
+        "the answer has a token before its end: {cut}"
+    );
     // Claude Code asks for more tokens than small models have.
     request["max_tokens"] = json!(32_000);
     assert_eq!(post(server.address(), PATH, &request).status, 200);
@@ -186,6 +189,10 @@ fn both_dialects_find_the_same_documents() {
 #[case::unknown(json!({"presence_penalty": 1}), 400, "unknown parameter: \"presence_penalty\"")]
 #[case::model(json!({"model": "claude"}), 404, "model: the model \"claude\" does not exist")]
 #[case::tools(json!({"tools": [{"name": "a"}]}), 400, "does not write tools")]
+#[case::no_blocks(json!({"messages": [{"role": "user", "content": []}]}), 400, "messages[0].content: the content is empty")]
+#[case::edits(json!({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}), 400, "context_management is not supported")]
+#[case::thinking(json!({"thinking": 5}), 400, "thinking must be an object")]
+#[case::config(json!({"output_config": 5}), 400, "output_config must be an object")]
 #[case::role(json!({"messages": [{"role": "system", "content": "a"}]}), 400, "messages[0].role: the role must be user or assistant")]
 #[case::content(json!({"messages": [{"role": "user", "content": 5}]}), 400, "messages[0].content: ")]
 #[case::no_messages(json!({"messages": []}), 400, "messages is an empty list")]
@@ -243,4 +250,45 @@ fn a_sleeping_server_is_overloaded_for_this_dialect() {
     assert_eq!(call(server.address(), "POST", "/sleep", &[], b"").status, 200);
     let answer = post(server.address(), PATH, &request(json!("alba ?")));
     assert_eq!((answer.status, &answer.json()["error"]["type"]), (529, &json!("overloaded_error")));
+}
+
+#[test]
+fn messages_of_the_user_that_follow_each_other_are_one() {
+    // Such a template refuses a conversation whose roles do not alternate.
+    let server = crate::tooled::with_template(
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %} {{ m.content }}{% endfor %}",
+    );
+    let asked = |messages: Value| {
+        post(
+            server.address(),
+            PATH,
+            &json!({"messages": messages, "max_tokens": 1, "context_management": {"edits": []}}),
+        )
+    };
+    let user = |content: Value| json!({"role": "user", "content": content});
+    let several =
+        asked(json!([user(json!("alba is red .")), user(json!([{"type": "text", "text": "alba ?"}]))]));
+    assert_eq!(several.status, 200, "{several:?}");
+    let one = asked(json!([user(
+        json!([{"type": "text", "text": "alba is red ."}, {"type": "text", "text": "alba ?"}])
+    )]));
+    assert_eq!(several.json()["usage"], one.json()["usage"]);
+}
+
+#[test]
+fn a_tool_that_failed_says_so() {
+    let server = server();
+    let tokens = |is_error: Value| {
+        let result =
+            json!({"type": "tool_result", "tool_use_id": "a", "content": "no colour", "is_error": is_error});
+        let call = json!({"type": "tool_use", "id": "a", "name": "b", "input": {}});
+        let messages = json!([
+            {"role": "user", "content": "alba ?"}, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]},
+        ]);
+        let answer = post(server.address(), PATH, &json!({"messages": messages, "max_tokens": 1})).json();
+        let usage = &answer["usage"];
+        usage["input_tokens"].as_u64().unwrap() + usage["cache_read_input_tokens"].as_u64().unwrap()
+    };
+    assert_eq!(tokens(json!(false)), tokens(Value::Null));
+    assert!(tokens(json!(true)) > tokens(json!(false)));
 }

@@ -244,3 +244,10 @@ fn a_storm_of_vanishing_clients_leaves_nothing() {
     assert_nothing_is_held(&server);
     assert_eq!(post(address, PATH, &question(json!({}))).status, 200);
 }
+
+#[test]
+fn the_newer_name_of_a_limit_counts() {
+    let server = server();
+    let both = question(json!({"ignore_eos": true, "max_tokens": 9, "max_completion_tokens": 3}));
+    assert_eq!(post(server.address(), PATH, &both).json()["usage"]["completion_tokens"], 3);
+}

@@ -1,6 +1,6 @@
 //! A small HTTP client: it sends bytes as they are given, so that it can also misbehave.
 
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ impl Client {
 
     /// Sends a request with a body.
     pub(crate) fn request(&mut self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) {
-        let mut head = format!("{method} {path} HTTP/1.1\r\nhost: test\r\n");
+        let mut head = format!("{method} {path} HTTP/1.1\r\nhost: localhost\r\n");
         for (name, value) in headers {
             head.extend([name, ": ", value, "\r\n"]);
         }
@@ -101,10 +101,22 @@ impl Client {
         (length > 0).then_some(chunk)
     }
 
+    /// Reads what the server still sends until it closes the connection.
+    pub(crate) fn rest(&mut self) -> Vec<u8> {
+        let mut all = Vec::new();
+        // A connection may also be reset.
+        let _ = self.0.read_to_end(&mut all);
+        all
+    }
+
     /// Returns true if the server closes the connection without another byte.
     pub(crate) fn is_closed(&mut self) -> bool {
         let mut byte = [0];
-        matches!(self.0.read(&mut byte), Ok(0) | Err(_))
+        match self.0.read(&mut byte) {
+            Ok(count) => count == 0,
+            // A connection that stays open is read until the time is over.
+            Err(error) => !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut),
+        }
     }
 
     fn line(&mut self) -> String {

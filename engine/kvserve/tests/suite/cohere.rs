@@ -94,3 +94,28 @@ fn other_paths_and_models_are_refused_in_this_dialect() {
     let refused = post(server.address(), "/v2/rerank", &json!({}));
     assert!(refused.status == 404 && refused.json()["message"].is_string(), "{refused:?}");
 }
+
+#[test]
+fn documents_in_messages_and_long_results_of_tools_are_reused() {
+    let server = reusing();
+    let document = |at: usize| json!({"type": "document", "document": {"id": DOCUMENTS[at].0, "data": {"text": DOCUMENTS[at].1.repeat(4)}}});
+    let sources = |results: Value| {
+        let mut asked = request(json!({"messages": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": [{"type": "text", "text": QUESTION.0}]},
+            {"role": "assistant", "tool_plan": "search .", "tool_calls": []},
+            {"role": "tool", "tool_call_id": "c1", "content": results},
+        ]}));
+        asked.as_object_mut().unwrap().remove("documents");
+        let answer = post(server.address(), PATH, &asked);
+        assert_eq!(answer.status, 200, "{answer:?}");
+        let parts = answer.json()["kv"]["parts"].as_array().unwrap().clone();
+        parts.iter().map(|part| (part["id"].clone(), part["source"].clone())).collect::<Vec<_>>()
+    };
+    let named = |at: usize, source: &str| (json!(DOCUMENTS[at].0), json!(source));
+    assert_eq!(sources(json!([document(0), document(1)])), [named(0, "computed"), named(1, "computed")]);
+    assert_eq!(sources(json!([document(1), document(0)])), [named(1, "cache"), named(0, "cache")]);
+    // A short result stays where it is.
+    assert!(sources(json!([{"type": "document", "document": {"data": "alba is red ."}}])).is_empty());
+    assert_nothing_is_held(&server);
+}

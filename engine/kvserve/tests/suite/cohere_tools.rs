@@ -102,3 +102,62 @@ fn malformed_tools_and_schemas_are_named(#[case] more: Value, #[case] words: &st
     assert!(answer.json()["message"].as_str().unwrap().contains(words), "{answer:?}");
     assert_nothing_is_held(&server);
 }
+
+/// The second turn of Cohere's guide to tools: a plan, a call, and its result as a document.
+#[rstest]
+#[case::text(json!([{"type": "document", "document": {"data": "{\"alba\": \"red\"}"}}]))]
+#[case::fields(json!([{"type": "document", "document": {"id": "r1", "data": {"text": "alba is red ."}}}]))]
+#[case::mixed(json!([{"type": "text", "text": "one result"}, {"type": "document", "document": {"data": "alba is red ."}}]))]
+#[case::string(json!("alba is red ."))]
+fn results_of_tools_come_in_the_form_of_the_guide(#[case] content: Value) {
+    let server = with_template(TAGGED);
+    let call = json!({"id": "c1", "type": "function", "function": {"name": "paint", "arguments": "{\"colour\": \"red\", \"coats\": 1}"}});
+    let turn = |content: Value| {
+        let messages = json!([
+            {"role": "user", "content": "alba ?"},
+            {"role": "assistant", "tool_plan": "paint it .", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": content},
+        ]);
+        post(server.address(), PATH, &request(json!({"messages": messages, "max_tokens": 1})))
+    };
+    let answer = turn(content);
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let tokens =
+        |answer: &crate::client::Answer| answer.json()["usage"]["tokens"]["input_tokens"].as_u64().unwrap();
+    // The result is in the prompt.
+    assert!(tokens(&answer) > tokens(&turn(json!(""))) + 2, "{answer:?}");
+    assert_nothing_is_held(&server);
+}
+
+#[test]
+fn plans_and_thoughts_are_read_and_other_parts_are_refused_by_place() {
+    let server = with_template(TAGGED);
+    let asked = |answer: Value| {
+        let messages =
+            json!([{"role": "user", "content": "alba ?"}, answer, {"role": "user", "content": "bora ?"}]);
+        post(server.address(), PATH, &request(json!({"messages": messages, "tools": null, "max_tokens": 1})))
+    };
+    let tokens = |answer: Value| {
+        let answer = asked(answer);
+        assert_eq!(answer.status, 200, "{answer:?}");
+        answer.json()["usage"]["tokens"]["input_tokens"].as_u64().unwrap()
+    };
+    let said = json!({"type": "text", "text": "red"});
+    let thinks = json!({"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, said]});
+    assert_eq!(tokens(thinks), tokens(json!({"role": "assistant", "content": "red"})));
+    assert_eq!(
+        tokens(json!({"role": "assistant", "tool_plan": "a plan"})),
+        tokens(json!({"role": "assistant", "content": "a plan"}))
+    );
+    for (part, words) in [
+        (json!({"type": "image_url", "image_url": "a"}), "image_url"),
+        (json!({"type": "thinking"}), "messages[1].content[0]"),
+        (
+            json!({"type": "document", "document": {"data": {"title": "a"}}}),
+            "messages[1].content[0] has no text",
+        ),
+    ] {
+        let refused = asked(json!({"role": "assistant", "content": [part]}));
+        assert!(refused.status == 400 && refused.body.contains(words), "{refused:?}");
+    }
+}

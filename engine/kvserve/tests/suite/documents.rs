@@ -1,6 +1,5 @@
 //! Documents of requests: found again in another order, in every form, and equal to the engine's own answers.
 
-use kvchunk::Recompute;
 use kvengine::{PromptTokens, Request, document_text};
 use kvmodel::{Message, Role};
 use rstest::rstest;
@@ -265,8 +264,29 @@ fn documents_may_repeat_and_contain_each_other() {
     assert_nothing_is_held(&server);
 }
 
+/// Pieces without line breaks at their ends show whether something is added.
 #[test]
-fn the_default_settings_recompute_for_the_question() {
-    // What the other tests say about recomputation holds for the default.
-    assert!(matches!(reuse().settings.recompute, Recompute::Question { .. }));
+fn a_separator_cuts_as_on_the_command_line() {
+    let server = reusing();
+    let (mut engine, codec) = engine();
+    let text = format!("{SYSTEM} ## alba is red . ## bora is small . ## {}", QUESTION.0);
+    let prompt = PromptTokens::split_chat(&codec, &text, "##").unwrap();
+    let mut own = Request::new(prompt).reusing(&reuse().settings);
+    (own.max_new_tokens, own.logprobs) = (4, Some(0));
+    let own = engine.generate(&own, &mut ()).unwrap();
+    let request = json!({
+        "messages": [{"role": "user", "content": text}], "separator": "##", "temperature": 0, "max_tokens": 4,
+        "logprobs": true,
+    });
+    let answer = post(server.address(), PATH, &request).json();
+    assert_eq!(answer["usage"]["prompt_tokens"], own.prompt_tokens, "{answer}");
+    assert_eq!(answer["kv"]["parts"].as_array().unwrap().len(), 2, "{answer}");
+    assert_eq!(answer["choices"][0]["message"]["content"], codec.decode(&own.tokens).unwrap());
+    assert!((f64::from(own.logprobs[0].logprob) - logprob(&answer)).abs() < 1e-5);
+    // The parts of a text are the text.
+    let separated = json!({"prompt": text, "separator": " ## ", "max_tokens": 1});
+    let tokens: usize =
+        text.split(" ## ").enumerate().map(|(i, piece)| codec.encode(piece, i == 0).unwrap().len()).sum();
+    let answer = post(server.address(), "/v1/completions", &separated).json();
+    assert_eq!(answer["usage"]["prompt_tokens"], tokens, "{answer}");
 }

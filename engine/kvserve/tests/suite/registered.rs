@@ -135,7 +135,14 @@ fn documents_are_listed_replaced_and_forgotten() {
         let missing = call(server.address(), method, &format!("/v1/documents/{id}"), &[], b"");
         assert_eq!((missing.status, &missing.json()["error"]["code"]), (404, &json!("document_not_found")));
     }
-    put(&server, "a/b%20c", &json!({"text": text, "ttl_seconds": 0})).json();
+    let named = put(&server, "a/b%20c", &json!({"text": text, "ttl_seconds": 1}));
+    assert_eq!((named.status, &named.json()["id"]), (201, &json!("a/b c")));
+    assert!(named.json()["expires_in_seconds"].as_f64().unwrap() <= 1.0);
+    let expired = (0..6000).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        get(server.address(), "/v1/documents/a/b%20c").status == 404
+    });
+    assert!(expired);
     assert_eq!(
         get(server.address(), "/v1/documents").json()["data"].as_array().unwrap().len(),
         DOCUMENTS.len() - 1

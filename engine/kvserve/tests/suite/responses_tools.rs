@@ -165,7 +165,10 @@ fn a_response_matches_its_schema() {
 #[case::nested(json!({"tools": [{"type": "function", "function": {"name": "a"}}]}), "tools[0].function", "unknown parameter")]
 #[case::name(json!({"tools": [{"type": "function"}]}), "tools[0].name", "1 to 128 letters")]
 #[case::choice(json!({"tool_choice": {"type": "function", "name": "b"}}), "tool_choice", "no tool with this name")]
-#[case::choice_kind(json!({"tool_choice": {"type": "allowed_tools"}}), "tool_choice.type", "not supported")]
+#[case::choice_kind(json!({"tool_choice": {"type": "mcp"}}), "tool_choice.type", "not supported")]
+#[case::allowed_mode(json!({"tool_choice": {"type": "allowed_tools", "tools": []}}), "tool_choice.mode", "auto or required")]
+#[case::allowed_none(json!({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}), "tool_choice.tools", "with names")]
+#[case::allowed_unknown(json!({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "b"}]}}), "tool_choice", "no tool with this name")]
 #[case::schema(json!({"text": {"format": {"type": "json_schema"}}}), "text.format.schema", "a JSON schema")]
 #[case::format(json!({"text": {"format": {"type": "grammar"}}}), "text.format.type", "use text")]
 #[case::impossible(json!({"tools": [], "text": {"format": {"type": "json_schema", "schema": {"type": "colour"}}}}), "text.format", "the constraint")]
@@ -177,4 +180,22 @@ fn malformed_functions_and_schemas_are_named(#[case] more: Value, #[case] param:
     assert_eq!(error["param"], param, "{error}");
     assert!(error["message"].as_str().unwrap().contains(words), "{error}");
     assert_nothing_is_held(&server);
+}
+
+#[test]
+fn calls_may_be_limited_to_some_of_the_functions() {
+    let server = with_template(TAGGED);
+    let allowed = |mode: &str, name: &str| json!({"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name}]});
+    for seed in 0..3 {
+        let asked = request(json!({"tool_choice": allowed("required", "paint"), "user": format!("{seed}")}));
+        let whole = post(server.address(), PATH, &asked).json();
+        assert!(assert_calls(&whole["output"]) > 0, "{whole}");
+    }
+    // The model does not know the others.
+    let tokens = |choice: Value| {
+        let asked = request(json!({"tool_choice": choice, "max_output_tokens": 1}));
+        let whole = post(server.address(), PATH, &asked).json();
+        whole["usage"]["input_tokens"].as_u64().unwrap_or_else(|| panic!("{whole}"))
+    };
+    assert!(tokens(allowed("auto", "paint")) < tokens(json!("auto")));
 }

@@ -255,3 +255,25 @@ fn a_model_whose_template_writes_no_tools_gets_none() {
         assert_eq!(post(server.address(), PATH, &request(more)).status, 200);
     }
 }
+
+#[test]
+fn calls_may_be_limited_to_some_of_the_tools() {
+    let server = with_template(TAGGED);
+    let tool = |name: &str| json!({"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}, "additionalProperties": false}}});
+    let named = |name: &str| json!({"type": "function", "function": {"name": name}});
+    let choice = json!({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("b"), named("c")]}});
+    for seed in 0..6 {
+        let asked = json!({
+            "messages": [{"role": "user", "content": "alba ?"}], "tools": [tool("a"), tool("b"), tool("c")],
+            "tool_choice": choice, "seed": seed, "temperature": 1.8, "max_tokens": 1500,
+        });
+        let answer = post(server.address(), "/v1/chat/completions", &asked).json();
+        let calls = answer["choices"][0]["message"]["tool_calls"]
+            .as_array()
+            .unwrap_or_else(|| panic!("{answer}"))
+            .clone();
+        let names = calls.iter().map(|call| call["function"]["name"].as_str().unwrap());
+        assert!(names.into_iter().all(|name| ["b", "c"].contains(&name)), "{answer}");
+    }
+    assert_nothing_is_held(&server);
+}

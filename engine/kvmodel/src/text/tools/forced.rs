@@ -92,7 +92,9 @@ fn point_into(schema: &mut Value, place: &str, depth: usize) -> Result<()> {
         Value::Object(fields) => {
             for (name, field) in fields {
                 match field {
-                    Value::String(target) if name == "$ref" && target.starts_with('#') => {
+                    Value::String(target)
+                        if name == "$ref" && (target == "#" || target.starts_with("#/")) =>
+                    {
                         *target = format!("{place}{}", &target[1..]);
                     }
                     field => point_into(field, place, depth)?,

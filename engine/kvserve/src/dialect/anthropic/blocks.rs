@@ -41,7 +41,7 @@ pub(super) fn conversation(
     for (i, message) in list.iter().enumerate() {
         reader.message(&format!("messages[{i}]"), message)?;
     }
-    let messages = Message::from_variable(Variable::List(reader.messages));
+    let messages = Message::from_variable(Variable::List(joined(reader.messages)));
     let named = |refusal| Refusal { param: Some("messages".to_owned()), ..refusal };
     let messages = messages.map_err(|error| named(error.into()))?;
     Ok(Conversation { messages, documents: reader.documents })
@@ -72,6 +72,12 @@ impl Reader {
         };
         let place = format!("{place}.content");
         let blocks = match message.field("content") {
+            Some(Variable::List(blocks)) if blocks.is_empty() => {
+                return Err(Refusal::field(
+                    place,
+                    "the content is empty; add a block, or remove the message",
+                ));
+            }
             Some(Variable::Text(text)) => {
                 self.begun |= role == "user";
                 self.push(role, [("content", Variable::Text(text.clone()))]);
@@ -111,15 +117,7 @@ impl Reader {
         let content = match texts.len() {
             0 => return,
             1 => Variable::Text(texts.remove(0)),
-            _ => {
-                let part = |text: String| {
-                    let fields = [("type", "text".into()), ("text", Variable::Text(text))];
-                    Variable::Map(
-                        fields.map(|(name, value): (&str, Variable)| (name.to_owned(), value)).to_vec(),
-                    )
-                };
-                Variable::List(texts.drain(..).map(part).collect())
-            }
+            _ => Variable::List(texts.drain(..).map(|text| text_part(Variable::Text(text))).collect()),
         };
         self.begun = true;
         self.push("user", [("content", content)]);
@@ -160,6 +158,10 @@ impl Reader {
             }
             Some(_) => return Err(Refusal::field(place, "the content must be a string or a list of blocks")),
         };
+        let text = match block.field("is_error") {
+            Some(Variable::Bool(true)) => format!("The tool failed:\n{text}"),
+            _ => text,
+        };
         self.push("tool", [("tool_call_id", Variable::Text(id)), ("content", Variable::Text(text))]);
         Ok(())
     }
@@ -192,6 +194,38 @@ impl Reader {
         );
         Ok(())
     }
+}
+
+/// Joins texts of the user that follow each other, as this API does. Many chat templates refuse them.
+fn joined(messages: Vec<Variable>) -> Vec<Variable> {
+    let is_users = |message: &Variable| message.field("role") == Some(&"user".into());
+    let mut all: Vec<Variable> = Vec::with_capacity(messages.len());
+    for message in messages {
+        match all.last_mut() {
+            Some(last) if is_users(last) && is_users(&message) => {
+                let parts = [&*last, &message].into_iter().flat_map(parts).collect();
+                *last = Variable::Map(vec![
+                    ("role".to_owned(), "user".into()),
+                    ("content".to_owned(), Variable::List(parts)),
+                ]);
+            }
+            _ => all.push(message),
+        }
+    }
+    all
+}
+
+/// Returns the content of a message as parts.
+fn parts(message: &Variable) -> Vec<Variable> {
+    match message.field("content") {
+        Some(Variable::List(parts)) => parts.clone(),
+        Some(text) => vec![text_part(text.clone())],
+        None => Vec::new(),
+    }
+}
+
+fn text_part(text: Variable) -> Variable {
+    Variable::Map(vec![("type".to_owned(), "text".into()), ("text".to_owned(), text)])
 }
 
 /// Returns the text of the field `system`: a string, or blocks of text.

@@ -44,6 +44,7 @@ struct MessagesRequest {
     registered_documents: Option<bool>,
     mcp_servers: Option<Variable>,
     container: Option<Variable>,
+    context_management: Option<Variable>,
     output_config: Option<Variable>,
     #[allow(dead_code, reason = "labels change nothing")]
     diagnostics: Option<IgnoredAny>,
@@ -106,11 +107,11 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
 }
 
 async fn counted(service: &Service, request: Request) -> Result<Response, Refusal> {
-    let (_, request): (_, MessagesRequest) = service.read(request).await?;
+    let (owner, request): (_, MessagesRequest) = service.read(request).await?;
     service.check_model(request.model.as_deref())?;
     request.check_supported()?;
     let (prompt, documents) = request.prompt(service, &request.shape()?)?;
-    let tokens = service.count(prompt, documents).await?;
+    let tokens = service.count(&owner, prompt, documents).await?;
     Ok(Json(json!({"input_tokens": tokens.len()})).into_response())
 }
 
@@ -121,9 +122,20 @@ impl MessagesRequest {
         for (name, given, fits) in [
             ("mcp_servers", &self.mcp_servers, &is_empty as &dyn Fn(&Variable) -> bool),
             ("container", &self.container, &|_| false),
+            ("context_management", &self.context_management, &|given| match given {
+                Variable::Map(fields) => {
+                    fields.iter().all(|(name, edits)| name == "edits" && is_empty(edits))
+                }
+                _ => false,
+            }),
         ] {
             if given.as_ref().is_some_and(|given| *given != Variable::None && !fits(given)) {
                 return Err(Refusal::unsupported(name, "send the request without it"));
+            }
+        }
+        for (name, given) in [("thinking", &self.thinking), ("output_config", &self.output_config)] {
+            if given.as_ref().is_some_and(|given| !matches!(given, Variable::Map(_) | Variable::None)) {
+                return Err(Refusal::field(name, format!("{name} must be an object")));
             }
         }
         Ok(())
@@ -178,7 +190,7 @@ impl MessagesRequest {
         let tools = shape.variable(&service.codec)?;
         let variables = thinks.into_iter().chain(effort).chain(tools).collect();
         let ignore_registered = self.registered_documents == Some(false);
-        let documents = Documents { given: documents, ignore_registered, ..Documents::default() };
+        let documents = Documents { given: documents.into(), ignore_registered, ..Documents::default() };
         Ok((AskedPrompt::Conversation { messages, variables }, documents))
     }
 }

@@ -2,7 +2,6 @@
 
 use axum::Json;
 use axum::http::StatusCode;
-use axum::http::header::{HeaderValue, RETRY_AFTER};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Value, json};
 
@@ -24,11 +23,7 @@ pub(crate) fn refused(refusal: &Refusal) -> Response {
     // This API has a status of its own for servers that cannot answer at the moment.
     let status = if refusal.kind == Kind::Unavailable { 529 } else { refusal.status() };
     let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut response = (status, Json(error(refusal))).into_response();
-    if refusal.kind == Kind::Overloaded {
-        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
-    }
-    response
+    refusal.with_headers((status, Json(error(refusal))).into_response())
 }
 
 /// Returns the body of a refusal.
@@ -40,7 +35,7 @@ fn error(refusal: &Refusal) -> Value {
         Kind::TooLarge => "request_too_large",
         Kind::Overloaded => "rate_limit_error",
         Kind::Unavailable => "overloaded_error",
-        Kind::TimedOut => "timeout_error",
+        Kind::TimedOut | Kind::AnswerTime => "timeout_error",
         Kind::Internal => "api_error",
         Kind::Invalid | Kind::TooLong | Kind::Method | Kind::Conflict => "invalid_request_error",
     };

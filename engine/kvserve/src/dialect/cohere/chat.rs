@@ -6,16 +6,16 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::response::{IntoResponse as _, Response};
 use kvengine::Sampling;
-use kvmodel::{Message, Variable};
+use kvmodel::Variable;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::json;
 
+use super::messages::{Conversation, conversation};
 use super::shape::{answer_shape, message};
 use super::stream::CohereChunks;
 use super::{finish_reason, respond, usage};
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
-use crate::dialect::documents::documents;
 use crate::dialect::openai::fields::{salt, stop, within};
 use crate::dialect::{new_id, random, stream};
 use crate::refusal::Refusal;
@@ -66,14 +66,13 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let settings = request.settings()?;
     let shape =
         answer_shape(request.tools.as_ref(), request.tool_choice.as_ref(), request.response_format.as_ref())?;
-    let messages = Message::from_variable(request.messages)
-        .map_err(|error| Refusal { param: Some("messages".to_owned()), ..Refusal::from(error) })?;
+    let Conversation { messages, documents: given } =
+        conversation(request.messages, request.documents.as_ref(), service.reuse.is_some())?;
     let prompt = AskedPrompt::Conversation {
         messages,
         variables: shape.variable(&service.codec)?.into_iter().collect(),
     };
     let ignore_registered = request.registered_documents == Some(false);
-    let given = documents(request.documents.as_ref())?;
     let documents = Documents { given, ignore_registered, ..Documents::default() };
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
     // Smaller numbers are more urgent.

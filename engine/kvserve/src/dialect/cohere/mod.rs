@@ -2,16 +2,16 @@
 
 use axum::Json;
 use axum::http::StatusCode;
-use axum::http::header::{HeaderValue, RETRY_AFTER};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Value, json};
 
 use crate::dialect::new_id;
-use crate::refusal::{Kind, Refusal};
+use crate::refusal::Refusal;
 use crate::reply::EndReason;
 use crate::report::KvReport;
 
 pub(crate) mod chat;
+mod messages;
 mod shape;
 mod stream;
 
@@ -24,11 +24,7 @@ fn respond(result: Result<Response, Refusal>) -> Response {
 pub(crate) fn refused(refusal: &Refusal) -> Response {
     let status = StatusCode::from_u16(refusal.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let body = json!({"id": new_id("err-"), "message": message(refusal)});
-    let mut response = (status, Json(body)).into_response();
-    if refusal.kind == Kind::Overloaded {
-        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
-    }
-    response
+    refusal.with_headers((status, Json(body)).into_response())
 }
 
 /// Returns the sentence of a refusal, with the field that is wrong.

@@ -18,7 +18,7 @@ use crate::dialect::new_id;
 use crate::dialect::shape::shape;
 use crate::dialect::stream::{self, Chunks, data};
 use crate::refusal::Refusal;
-use crate::reply::{ReplyEvent, ReplyToken, WholeSample};
+use crate::reply::{LikelyToken, ReplyEvent, ReplyToken, WholeSample};
 use crate::report::KvReport;
 use crate::service::{Service, unix_time};
 use crate::shape::AnswerShape;
@@ -75,7 +75,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     request.check_supported()?;
     let mut common = request.common();
     let logprobs = request.logprobs()?;
-    let settings = common.settings(request.max_completion_tokens, logprobs)?;
+    let settings = common.settings(request.max_completion_tokens, None, logprobs)?;
     let mut documents = common.take_documents()?;
     documents.from_parts = request.parts_as_documents.unwrap_or(false);
     let shape = request.shape()?;
@@ -86,7 +86,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     let (owner, priority) = (common.owner(owner)?, common.priority());
     let samples = settings.samples;
     let reply = service
-        .answer(Ask { prompt, documents, settings, shape, owner, priority, label: common.prompt_cache_key })
+        .answer(Ask { prompt, documents, settings, shape, owner, priority, label: common.label() })
         .await?;
     let form = Form { id: new_id("chatcmpl-"), created: unix_time(), model, logprobs: logprobs.is_some() };
     if request.stream.unwrap_or(false) {
@@ -106,6 +106,9 @@ pub(crate) fn conversation(messages: Variable) -> Result<Vec<Message>, Refusal> 
     let named = |refusal| Refusal { param: Some("messages".to_owned()), ..refusal };
     Message::from_variable(messages).map_err(|error| named(error.into()))
 }
+
+/// Variables of chat templates that requests have fields for, with checks of their own.
+const TAKEN: [&str; 4] = ["add_generation_prompt", "continue_final_message", "documents", "tools"];
 
 impl ChatRequest {
     /// Refuses fields that would change the answer in a way that this server does not know.
@@ -163,7 +166,15 @@ impl ChatRequest {
     fn variables(&mut self) -> Result<Vec<(String, Variable)>, Refusal> {
         let mut variables = match self.chat_template_kwargs.take() {
             None | Some(Variable::None) => Vec::new(),
-            Some(Variable::Map(fields)) => fields,
+            Some(Variable::Map(fields)) => {
+                match fields.iter().find(|(name, _)| TAKEN.contains(&name.as_str())) {
+                    None => fields,
+                    Some((name, _)) => {
+                        let reason = format!("{name} is a field of the request itself; give it there");
+                        return Err(Refusal::field(format!("chat_template_kwargs.{name}"), reason));
+                    }
+                }
+            }
             Some(_) => {
                 let reason = "chat_template_kwargs must be an object";
                 return Err(Refusal::field("chat_template_kwargs", reason));
@@ -306,10 +317,11 @@ fn called(call: &ToolCall) -> Value {
 
 /// Returns the log-probabilities of tokens.
 pub(crate) fn logprobs(tokens: &[ReplyToken]) -> Vec<Value> {
-    let one = |text: &str, logprob: f32| json!({"token": text, "logprob": logprob, "bytes": text.as_bytes()});
+    let one =
+        |token: &LikelyToken| json!({"token": token.text, "logprob": token.logprob, "bytes": token.bytes});
     let token = |token: &ReplyToken| {
-        let mut all = one(&token.text, token.logprob);
-        all["top_logprobs"] = token.top.iter().map(|(text, logprob)| one(text, *logprob)).collect();
+        let mut all = one(&token.chosen);
+        all["top_logprobs"] = token.top.iter().map(one).collect();
         all
     };
     tokens.iter().map(token).collect()

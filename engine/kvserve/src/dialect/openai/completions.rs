@@ -21,6 +21,7 @@ use crate::reply::{EndReason, ReplyEvent, ReplyToken, WholeSample};
 use crate::report::KvReport;
 use crate::service::{Service, unix_time};
 use crate::shape::AnswerShape;
+use crate::token_texts;
 
 /// The most prompts of a request.
 const MAX_PROMPTS: usize = 64;
@@ -50,14 +51,15 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     request.check_supported()?;
     let mut common = request.common();
     let logprobs = request.logprobs.map(|top| top as usize);
-    let settings = common.settings(Some(DEFAULT_TOKENS), logprobs)?;
+    let settings = common.settings(None, Some(DEFAULT_TOKENS), logprobs)?;
     let Documents { given, separator, ignore_registered, .. } = common.take_documents()?;
+    let label = common.label();
     let (owner, priority, samples) = (common.owner(owner)?, common.priority(), settings.samples);
     let shape = AnswerShape::new(response_format(request.response_format.as_ref())?, None);
     let ask = |prompt| Ask {
         prompt,
         documents: Documents {
-            given: given.clone(),
+            given: Arc::clone(&given),
             separator: separator.clone(),
             from_parts: false,
             ignore_registered,
@@ -66,19 +68,21 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
         shape: shape.clone(),
         owner: owner.clone(),
         priority,
-        label: common.prompt_cache_key.clone(),
+        label: label.clone(),
     };
     let prompts = prompts(&request.prompt)?;
-    let replies = try_join_all(prompts.into_iter().map(|prompt| service.answer(ask(prompt)))).await?;
     let form =
         Form { id: new_id("cmpl-"), created: unix_time(), model, logprobs: logprobs.is_some(), samples };
     if request.stream.unwrap_or(false) {
+        let replies = try_join_all(prompts.into_iter().map(|prompt| service.answer(ask(prompt)))).await?;
         let usage = request.stream_options.and_then(|options| options.include_usage).unwrap_or(false);
         let offsets = vec![0; samples * replies.len()];
         let chunks = CompletionChunks { form, usage, offsets, tokens: 0, reports: vec![None; replies.len()] };
         return Ok(stream::respond(replies, chunks));
     }
-    let all = try_join_all(replies.into_iter().map(|reply| reply.whole(samples))).await?;
+    // Answers are read while other prompts are tokenised.
+    let whole = async |prompt| service.answer(ask(prompt)).await?.whole(samples).await;
+    let all = try_join_all(prompts.into_iter().map(whole)).await?;
     Ok(Json(form.whole(&all)).into_response())
 }
 
@@ -241,7 +245,7 @@ impl Chunks for CompletionChunks {
 }
 
 fn characters(tokens: &[ReplyToken]) -> usize {
-    tokens.iter().map(|token| token.text.chars().count()).sum()
+    tokens.iter().map(|token| token_texts::characters(&token.chosen.bytes)).sum()
 }
 
 /// Returns the log-probabilities of tokens whose text begins `offset` characters after the beginning of the answer.
@@ -249,19 +253,19 @@ fn logprobs(tokens: &[ReplyToken], mut offset: usize) -> Value {
     let mut offsets = Vec::with_capacity(tokens.len());
     for token in tokens {
         offsets.push(offset);
-        offset += token.text.chars().count();
+        offset += token_texts::characters(&token.chosen.bytes);
     }
     let top = |token: &ReplyToken| -> Value {
         token
             .top
             .iter()
-            .map(|(text, logprob)| (text.clone(), json!(logprob)))
+            .map(|token| (token.text.clone(), json!(token.logprob)))
             .collect::<serde_json::Map<_, _>>()
             .into()
     };
     json!({
-        "tokens": tokens.iter().map(|token| &token.text).collect::<Vec<_>>(),
-        "token_logprobs": tokens.iter().map(|token| token.logprob).collect::<Vec<_>>(),
+        "tokens": tokens.iter().map(|token| &token.chosen.text).collect::<Vec<_>>(),
+        "token_logprobs": tokens.iter().map(|token| token.chosen.logprob).collect::<Vec<_>>(),
         "top_logprobs": tokens.iter().map(top).collect::<Vec<_>>(),
         "text_offset": offsets,
     })

@@ -14,6 +14,8 @@ use crate::refusal::Refusal;
 
 /// The most strings of `stop`.
 const MAX_STOP: usize = 16;
+/// The most bytes of a string of `stop`. Each token of an answer is compared with the beginnings of each string.
+const MAX_STOP_BYTES: usize = 256;
 /// The most likely tokens that a request may ask for at each position.
 pub(crate) const MAX_LOGPROBS: usize = 20;
 /// The most entries of `logit_bias`.
@@ -120,13 +122,15 @@ pub(crate) struct Common {
 }
 
 impl Common {
-    /// Returns the settings of the answer. `max_tokens` holds if the request has no limit of its own.
+    /// Returns the settings of the answer. `newer` is a limit on its tokens under a newer name, which counts before the one
+    /// under the older name. Without both, `default` holds.
     ///
     /// # Errors
     /// Refuses values out of range, by the name of their field.
     pub(super) fn settings(
         &self,
-        max_tokens: Option<u64>,
+        newer: Option<u64>,
+        default: Option<u64>,
         logprobs: Option<usize>,
     ) -> Result<AnswerSettings, Refusal> {
         let neutral = Sampling::default();
@@ -145,10 +149,12 @@ impl Common {
             frequency_penalty: within("frequency_penalty", self.frequency_penalty, 0.0, -2.0..=2.0)?,
             seed: self.seed.map_or_else(random, |seed| seed as u64),
         };
-        let max_tokens = self.max_tokens.or(max_tokens);
-        if max_tokens == Some(0) {
-            return Err(Refusal::field("max_tokens", "max_tokens is 0; it must be at least 1"));
+        for (name, given) in [("max_completion_tokens", newer), ("max_tokens", self.max_tokens)] {
+            if given == Some(0) {
+                return Err(Refusal::field(name, format!("{name} is 0; it must be at least 1")));
+            }
         }
+        let max_tokens = newer.or(self.max_tokens).or(default);
         let samples = self.n.unwrap_or(1);
         if samples == 0 {
             return Err(Refusal::field("n", "n is 0; it must be at least 1"));
@@ -174,6 +180,11 @@ impl Common {
     /// Returns the tenant with the salt of the request.
     pub(super) fn owner(&self, owner: Owner) -> Result<Owner, Refusal> {
         Ok(Owner { salt: salt(self.cache_salt.as_deref())?, ..owner })
+    }
+
+    /// Returns the label for the log.
+    pub(super) fn label(&mut self) -> Option<Arc<str>> {
+        self.prompt_cache_key.take().map(Arc::from)
     }
 
     /// Returns the engine's priority. Clients of vLLM give smaller numbers to what is more urgent.
@@ -247,6 +258,9 @@ pub(crate) fn stop(name: &str, given: Option<&Variable>) -> Result<Vec<String>, 
     match () {
         () if texts.len() > MAX_STOP => {
             wrong(&format!("has {} strings; it may have up to {MAX_STOP}", texts.len()))
+        }
+        () if texts.iter().any(|text| text.len() > MAX_STOP_BYTES) => {
+            wrong(&format!("has a string of more than {MAX_STOP_BYTES} bytes; shorten it"))
         }
         () if texts.iter().any(String::is_empty) => {
             wrong("has an empty string, which would end every answer immediately; remove it")

@@ -2,7 +2,6 @@
 
 use axum::Json;
 use axum::http::StatusCode;
-use axum::http::header::{HeaderValue, RETRY_AFTER};
 use axum::response::sse::Event;
 use axum::response::{IntoResponse as _, Response};
 use serde::Serialize;
@@ -22,11 +21,7 @@ pub(crate) mod shape;
 /// Returns a refusal in this dialect.
 pub(crate) fn refused(refusal: &Refusal) -> Response {
     let status = StatusCode::from_u16(refusal.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-    let mut response = (status, Json(error(refusal))).into_response();
-    if refusal.kind == Kind::Overloaded {
-        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from_static("1"));
-    }
-    response
+    refusal.with_headers((status, Json(error(refusal))).into_response())
 }
 
 /// Returns the body of a refusal.
@@ -35,7 +30,7 @@ pub(crate) fn error(refusal: &Refusal) -> Value {
         Kind::Unauthorized => "authentication_error",
         Kind::Forbidden => "permission_error",
         Kind::Overloaded => "rate_limit_error",
-        Kind::TimedOut => "timeout_error",
+        Kind::TimedOut | Kind::AnswerTime => "timeout_error",
         Kind::Unavailable | Kind::Internal => "server_error",
         _ => "invalid_request_error",
     };

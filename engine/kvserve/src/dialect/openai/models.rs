@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse as _, Response};
 use serde_json::{Value, json};
@@ -24,11 +25,14 @@ pub(crate) async fn models(State(service): State<Arc<Service>>, request: Request
 /// Describes the model with a name.
 pub(crate) async fn model(
     State(service): State<Arc<Service>>,
-    Path(name): Path<String>,
+    name: Result<Path<String>, PathRejection>,
     request: Request,
 ) -> Response {
     let one = || -> Result<Response, Refusal> {
         service.check_key(&request.into_parts().0)?;
+        let Ok(Path(name)) = name else {
+            return Err(Refusal::field("model", "the name in the path must be UTF-8"));
+        };
         let name = service.check_model(Some(&name))?;
         Ok(Json(described(&service, &name)).into_response())
     };

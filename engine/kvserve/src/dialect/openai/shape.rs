@@ -76,7 +76,40 @@ pub(crate) fn tool_choice(given: Option<&Variable>, within: Option<&str>) -> Res
                 }
                 None => tool_name("tool_choice.name", choice.field("name")),
             },
-            other => Err(unknown_kind(FIELD, other, "none, auto, required or a function")),
+            "allowed_tools" => {
+                allowed(if within.is_some() { choice.field("allowed_tools") } else { Some(choice) }, within)
+            }
+            other => Err(unknown_kind(FIELD, other, "none, auto, required, a function or allowed_tools")),
         },
+    }
+}
+
+/// Returns the choice among some of the tools. The name of each stands in `within`, or beside the type.
+fn allowed(given: Option<&Variable>, within: Option<&str>) -> Result<ToolChoice, Refusal> {
+    let wrong = |field: &str, reason: &str| {
+        let place = format!("tool_choice.{field}");
+        Err(Refusal::field(place.clone(), format!("{place} {reason}")))
+    };
+    let required = match given.and_then(|given| given.field("mode")) {
+        Some(Variable::Text(mode)) if mode == "auto" => false,
+        Some(Variable::Text(mode)) if mode == "required" => true,
+        _ => return wrong("mode", "must be auto or required"),
+    };
+    let Some(Variable::List(tools)) = given.and_then(|given| given.field("tools")) else {
+        return wrong("tools", "must be a list of functions");
+    };
+    let name = |tool: &Variable| {
+        let named = match within {
+            Some(within) => tool.field(within)?.field("name")?,
+            None => tool.field("name")?,
+        };
+        match named {
+            Variable::Text(name) => Some(name.clone()),
+            _ => None,
+        }
+    };
+    match tools.iter().map(name).collect::<Option<Vec<String>>>() {
+        Some(names) if !names.is_empty() => Ok(ToolChoice::Allowed { names, required }),
+        _ => wrong("tools", "must be a list of functions with names"),
     }
 }

@@ -104,7 +104,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
         ignore_registered: request.registered_documents == Some(false),
     };
     let owner = Owner { salt: salt(request.cache_salt.as_deref())?, ..owner };
-    let label = request.prompt_cache_key.clone();
+    let label = request.prompt_cache_key.as_deref().map(Arc::from);
     let form = Form::new(&request, model, &settings)?;
     let reply = service.answer(Ask { prompt, documents, settings, shape, owner, priority: 0, label }).await?;
     if request.stream.unwrap_or(false) {
@@ -144,6 +144,11 @@ impl ResponsesRequest {
         }
         if self.truncation.as_deref().is_some_and(|truncation| truncation != "disabled") {
             return Err(Refusal::unsupported("truncation", "prompts are never cut; send \"disabled\""));
+        }
+        for (name, given) in [("text", &self.text), ("reasoning", &self.reasoning)] {
+            if given.as_ref().is_some_and(|given| !matches!(given, Variable::Map(_) | Variable::None)) {
+                return Err(Refusal::field(name, format!("{name} must be an object")));
+            }
         }
         // What files and encrypted reasoning would add is never there.
         if self.top_logprobs.unwrap_or(0) > MAX_LOGPROBS as u64 {

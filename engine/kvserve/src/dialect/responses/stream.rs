@@ -157,7 +157,8 @@ impl Chunks for ResponseChunks {
 
     fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {
         let code = refusal.code.unwrap_or("server_error");
-        let mut response = self.form.response("failed", &json!([]));
+        let items = Value::Array(std::mem::take(&mut self.items));
+        let mut response = self.form.response("failed", &items);
         response["error"] = json!({"code": code, "message": refusal.message});
         vec![self.numbered("response.failed", json!({"response": response}))]
     }
