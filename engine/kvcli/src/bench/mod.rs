@@ -7,7 +7,7 @@ use kvchunk::{ChunkCacheConfig, ReuseCell};
 use kvcore::Backend;
 use kvengine::{Engine, EngineConfig};
 use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, decoy_rows, disk_rows, ttft_rows};
-use kvmodel::{Model, ModelConfig, ModelDirectory, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, ModelDirectory, TextCodec, WeightFormat, Weights};
 use serde::Serialize;
 
 use crate::args::{BenchArgs, BenchKind, MeasuredArgs, RagArgs};
@@ -19,6 +19,7 @@ use crate::{backend, load, memory, report};
 
 mod serve;
 mod show;
+mod words;
 
 /// The size of the file on the disk that is measured, in bytes.
 const DISK_LIMIT: u64 = 2 << 30;
@@ -97,7 +98,7 @@ fn workload(args: &RagArgs, popularity: Popularity) -> RagWorkload {
 }
 
 fn engine(args: &RagArgs) -> Result<Engine> {
-    let (model, tokenizer, backend) = open(&args.on)?;
+    let (model, codec, backend) = open(&args.on)?;
     let chunks = ChunkCacheConfig { memory_share: args.memory_share, ..ChunkCacheConfig::default() };
     let config = EngineConfig {
         kv_format: args.on.dtype,
@@ -106,7 +107,7 @@ fn engine(args: &RagArgs) -> Result<Engine> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
-    Ok(Engine::new(model, backend, &tokenizer, &config)?)
+    Ok(Engine::new(model, backend, codec.digest(), &config)?)
 }
 
 /// Returns the bytes of the weights of a model for benchmarks. While the model is built, its largest weight exists
@@ -124,15 +125,16 @@ fn weight_bytes(config: &ModelConfig, format: WeightFormat) -> u64 {
 }
 
 /// Opens a backend, and loads a model on it or creates a model of the given size with random weights.
-/// Also returns the tokenizer's digest.
-fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
+/// Also returns its tokenizer.
+fn open(args: &MeasuredArgs) -> Result<(Model, TextCodec, Arc<dyn Backend>)> {
     let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
     if let Some((layers, width)) = args.size {
         let (config, format) = (ModelConfig::benchmark(layers, width)?, load::format(args.weights).0);
         memory::check_room((layers, width), weight_bytes(&config, format))?;
+        let vocabulary = config.vocab_size;
         let model = Model::with_dense(config, Weights::random(1), format, dense)?;
-        return Ok((model, [0; 32], backend));
+        return Ok((model, words::codec(vocabulary)?, backend));
     }
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;
-    Ok((model, *codec.digest(), backend))
+    Ok((model, codec, backend))
 }
