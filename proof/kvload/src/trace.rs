@@ -64,7 +64,8 @@ pub fn play(
         trace.iter().map(|arrival| body(target, arrival, &mut prompts, prefix_tokens)).collect();
     let client = Client::new(target.url.clone());
     runtime()?.block_on(async {
-        let at_once = trace.iter().take_while(|arrival| arrival.at <= 0.0).count();
+        let at_once =
+            bodies.iter().zip(trace).filter(|(body, arrival)| body.is_ok() && arrival.at <= 0.0).count();
         client.open(at_once.min(MOST_OPENED)).await?;
         let (cpu, started) = (cpu_seconds(), Instant::now());
         let mut running = JoinSet::new();
@@ -205,6 +206,6 @@ async fn ask(client: Client, body: Result<Bytes>, started: Instant, due: Duratio
             }
         }
     }
-    let whole = whole.unwrap_or_else(|| last.saturating_sub(due));
+    let whole = whole.ok_or_else(|| Error::Stream("it ended without a finish_reason".to_owned()))?;
     Ok(Answered { first, between, whole, tokens: tokens.unwrap_or(pieces), cached })
 }
