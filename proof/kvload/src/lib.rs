@@ -5,6 +5,7 @@
 //!   as server-sent events
 //! - `trace`: [`play`] sends the requests of a trace to any server with `/v1/completions`, and reports what the client
 //!   sees
+//! - `first`: [`first_tokens`] asks for chats one after another, and measures the times to their first tokens
 //! - `error`: the error type
 //!
 //! ```no_run
@@ -26,10 +27,12 @@
 
 mod client;
 mod error;
+mod first;
 mod trace;
 mod url;
 
 pub use client::{Client, Events, Response};
 pub use error::{Error, Result};
+pub use first::{FirstToken, first_tokens};
 pub use trace::{Target, model_names, play};
 pub use url::ServerUrl;

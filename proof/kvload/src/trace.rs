@@ -103,7 +103,7 @@ pub fn play(
 }
 
 /// Starts the client's only thread: the caller's.
-fn runtime() -> Result<Runtime> {
+pub(crate) fn runtime() -> Result<Runtime> {
     Builder::new_current_thread().enable_all().build().map_err(Error::Start)
 }
 

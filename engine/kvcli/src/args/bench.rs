@@ -69,6 +69,7 @@ Examples:
     kvc bench rag --size 8x1024 --document-tokens 512    eight layers of 1024, random weights
     kvc bench rag --zipf 1.2 --documents 500 --plot ttft.svg
     kvc bench rag --repetition 0.5 --system-changes 0.1 --json
+    kvc bench rag --http --size 8x1024 --document-tokens 512 --plot ttft.svg
 
 Without --zipf and --repetition, four workloads are run: one draws documents by Zipf's
 law; in the other three, 80, 50 and 10 % of the drawn documents were used before. With
@@ -130,8 +131,13 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "FOLDER")]
     pub(crate) disk: Option<PathBuf>,
 
-    /// Plot the time to first token of each request of the first workload, in order of arrival, to this SVG
-    /// file.
+    /// Measure something else: one prompt through a server in this process, with its documents found in the same
+    /// order and in others, beside a server with prefix caching alone.
+    #[arg(long, conflicts_with_all = ["requests", "documents", "zipf", "repetition", "system_changes", "disk", "chunk_sleep"])]
+    pub(crate) http: bool,
+
+    /// Plot the time to first token of each request to this SVG file: of the first workload, in order of
+    /// arrival, or with --http, of each server.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 

@@ -17,6 +17,7 @@ use crate::plot::result_file;
 use crate::progress::{bar, counting};
 use crate::{backend, load, memory, report};
 
+mod found;
 mod serve;
 mod show;
 mod words;
@@ -40,22 +41,25 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
 
 fn rag(args: &RagArgs) -> Result<()> {
     let plot = args.plot.as_deref().map(result_file).transpose()?;
+    if args.http {
+        return found::found(args, plot);
+    }
     let cell = ReuseCell { mode: args.chunks, strategy: args.positions.into() };
     let mut reports = Vec::new();
     for popularity in popularities(args) {
         let workload = workload(args, popularity);
         workload.check()?;
-        let mut engine = engine(args)?;
+        let (mut engine, _) = engine(args)?;
         let bar = bar("requests", "{pos}/{len} {eta}", !args.json);
         let mut progress = counting(&bar);
         reports.push(kvlab::serve(&mut engine, &workload, cell, &mut progress)?);
         bar.finish_and_clear();
     }
     let (per_request, length) = (args.per_request, args.document_tokens);
-    let mut ttft = ttft_rows(&mut engine(args)?, per_request, length, cell)?;
-    ttft.extend(decoy_rows(&mut engine(args)?, args.chunks, per_request, length)?);
+    let mut ttft = ttft_rows(&mut engine(args)?.0, per_request, length, cell)?;
+    ttft.extend(decoy_rows(&mut engine(args)?.0, args.chunks, per_request, length)?);
     if let Some(folder) = &args.disk {
-        ttft.extend(disk_rows(&mut engine(args)?, folder, DISK_LIMIT, (per_request, length), cell)?);
+        ttft.extend(disk_rows(&mut engine(args)?.0, folder, DISK_LIMIT, (per_request, length), cell)?);
     }
     let out = &mut std::io::stdout().lock();
     if args.json {
@@ -97,7 +101,7 @@ fn workload(args: &RagArgs, popularity: Popularity) -> RagWorkload {
     }
 }
 
-fn engine(args: &RagArgs) -> Result<Engine> {
+fn engine(args: &RagArgs) -> Result<(Engine, TextCodec)> {
     let (model, codec, backend) = open(&args.on)?;
     let chunks = ChunkCacheConfig { memory_share: args.memory_share, ..ChunkCacheConfig::default() };
     let config = EngineConfig {
@@ -107,7 +111,7 @@ fn engine(args: &RagArgs) -> Result<Engine> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
-    Ok(Engine::new(model, backend, codec.digest(), &config)?)
+    Ok((Engine::new(model, backend, codec.digest(), &config)?, codec))
 }
 
 /// Returns the bytes of the weights of a model for benchmarks. While the model is built, its largest weight exists

@@ -80,7 +80,7 @@ impl Checkpoints {
                 break held;
             }
             // The runtime reads the ends of connections that clients have left.
-            runtime.block_on(tokio::time::sleep(Duration::from_millis(10)));
+            runtime.block_on(async { tokio::time::sleep(Duration::from_millis(10)).await });
         };
         if let Err(held) = held {
             place.tally.violation(format!("{GIVEN_BACK:?} after the traffic: {held}"));
@@ -106,16 +106,16 @@ impl Checkpoints {
     }
 
     pub(crate) fn print(&self, state: &State, growth: u64) {
-        let at = |at: usize| self.resident.get(at).map_or_else(|| "–".to_owned(), |&bytes| mib(bytes));
+        let every = self.resident.len().div_ceil(10).max(1);
+        let shown: Vec<String> =
+            self.resident.iter().step_by(every).chain(self.resident.last()).map(|&b| mib(b)).collect();
         println!(
-            "{:.0} seconds of traffic, {} checkpoints; resident memory: {} at first, {} after the warm-up, {} at the end \
-             (at most {growth} MiB more than after the warm-up); up to {} threads",
+            "{:.0} seconds of traffic, {} checkpoints, up to {} threads\n\
+             resident memory from the first checkpoint to the last: {}; it may grow by {growth} MiB after the warm-up",
             state.seconds,
             self.resident.len(),
-            at(0),
-            at(WARM_UP),
-            at(self.resident.len().saturating_sub(1)),
             self.threads,
+            shown.join(", "),
         );
     }
 }

@@ -45,6 +45,7 @@ impl IdleConnections {
     /// Opens the connections that are missing, and returns how many are open then.
     pub(crate) fn open(&mut self) -> usize {
         while self.open.len() < self.wanted {
+            let began = Instant::now();
             let Ok(mut stream) = TcpStream::connect_timeout(&self.address, Duration::from_secs(5)) else {
                 break;
             };
@@ -57,7 +58,7 @@ impl IdleConnections {
             if stream.set_nonblocking(true).is_err() {
                 break;
             }
-            self.open.push((Instant::now(), stream));
+            self.open.push((began, stream));
         }
         self.open.len()
     }

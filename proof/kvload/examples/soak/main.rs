@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use kvserve::Server;
 use rand::rngs::StdRng;
@@ -60,6 +60,20 @@ struct Soak {
     /// The number of MiB by which the process may grow between the end of the warm-up and the end.
     #[arg(long, default_value_t = 48)]
     growth: u64,
+    /// Let only clients of one kind send requests, to find out which ones a violation needs.
+    #[arg(long)]
+    only: Option<Kind>,
+}
+
+/// A kind of clients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    /// Clients that ask in every dialect, and send malformed requests.
+    Ask,
+    /// Clients that register documents.
+    Register,
+    /// Clients that vanish, alone and in storms.
+    Vanish,
 }
 
 fn main() -> ExitCode {
@@ -108,7 +122,7 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
         }
         let began = Instant::now();
         let segment = SEGMENT.min(left);
-        runtime.block_on(traffic(&place, &state, args.users, segment, &bar));
+        runtime.block_on(traffic(&place, &state, args, segment, &bar));
         idle.count_open(&tally);
         state.seconds += began.elapsed().as_secs_f64();
         state.segments += 1;
@@ -128,26 +142,33 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
 }
 
 /// Sends requests of all kinds for a while.
-async fn traffic(place: &Place, state: &State, users: u64, time: Duration, bar: &ProgressBar) {
+async fn traffic(place: &Place, state: &State, args: &Soak, time: Duration, bar: &ProgressBar) {
     let stop = Stop::at(Instant::now() + time);
     let mut running = JoinSet::new();
     let seed = |user: u64| {
         let mut seeds = StdRng::seed_from_u64(state.seed ^ (state.segments << 32));
         StdRng::seed_from_u64(seeds.random::<u64>().wrapping_add(user))
     };
-    for user in 0..users {
+    for user in 0..args.users {
         let key = KEYS[user as usize % KEYS.len()].0;
         let place = place.with_key(key);
-        match user % 8 {
-            // One of eight clients vanishes again and again, and one keeps documents registered.
-            0 => running.spawn(users::vanish(place, seed(user), stop.clone())),
-            1 => running.spawn(users::register(place, user, seed(user), stop.clone())),
-            _ => running.spawn(users::ask(place, seed(user), stop.clone())),
+        // One of eight clients vanishes again and again, and one keeps documents registered.
+        let kind = args.only.unwrap_or(match user % 8 {
+            0 => Kind::Vanish,
+            1 => Kind::Register,
+            _ => Kind::Ask,
+        });
+        match kind {
+            Kind::Vanish => running.spawn(users::vanish(place, seed(user), stop.clone())),
+            Kind::Register => running.spawn(users::register(place, user, seed(user), stop.clone())),
+            Kind::Ask => running.spawn(users::ask(place, seed(user), stop.clone())),
         };
     }
     running.spawn(users::watch(place.with_key(served::OPERATOR_KEY), stop.clone()));
     running.spawn(users::repeat(place.with_key(KEYS[0].0), stop.clone()));
-    running.spawn(users::storm(place.with_key(KEYS[1].0), seed(users), stop.clone()));
+    if args.only.is_none_or(|only| only == Kind::Vanish) {
+        running.spawn(users::storm(place.with_key(KEYS[1].0), seed(args.users), stop.clone()));
+    }
     let done = state.seconds;
     while !stop.is_over() {
         bar.set_position((done + (time.as_secs_f64() - stop.left().as_secs_f64())) as u64);
