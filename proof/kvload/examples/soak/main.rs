@@ -57,8 +57,8 @@ struct Soak {
     /// The number of idle connections, or as many as the process may open.
     #[arg(long, default_value_t = 10_000)]
     idle: usize,
-    /// The number of MiB by which the process may grow between the end of the warm-up and the end.
-    #[arg(long, default_value_t = 48)]
+    /// The number of MiB by which the process may grow after the first third of the run.
+    #[arg(long, default_value_t = 96)]
     growth: u64,
     /// Let only clients of one kind send requests, to find out which ones a violation needs.
     #[arg(long)]
