@@ -53,7 +53,7 @@ impl Serving {
         let length = body.len();
         write!(
             stream,
-            "{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{headers}content-type: application/json\r\n\
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}content-type: application/json\r\n\
              content-length: {length}\r\n\r\n{body}"
         )
         .unwrap();
@@ -113,7 +113,7 @@ fn a_server_answers_until_it_is_told_to_end() {
             json!({"prompt": "alba", "max_tokens": 1500, "ignore_eos": true, "stream": true}).to_string();
         let mut running = TcpStream::connect(&server.address).unwrap();
         let length = body.len();
-        write!(running, "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+        write!(running, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
         let mut first = [0; 16];
         running.read_exact(&mut first).unwrap();
         server.signal(signal);
@@ -127,13 +127,36 @@ fn a_server_answers_until_it_is_told_to_end() {
 }
 
 #[test]
+fn the_log_names_a_request_also_when_its_answer_ends() {
+    let server = Serving::start(&[]);
+    let mut streamed = question();
+    streamed["stream"] = json!(true);
+    for (id, body) in [("whole-1", question()), ("stream-1", streamed)] {
+        let (status, text) = server.send(
+            "POST",
+            "/v1/chat/completions",
+            &format!("x-request-id: {id}\r\n"),
+            &body.to_string(),
+        );
+        assert_eq!(status, 200, "{text}");
+    }
+    server.signal(Signal::TERM);
+    let (_, log) = server.ended();
+    for id in ["whole-1", "stream-1"] {
+        let ended = log.lines().find(|line| line.contains(id) && line.contains("ended"));
+        let ended = ended.unwrap_or_else(|| panic!("{id} in {log}"));
+        assert!(ended.contains("tokens=") && ended.contains("reason=\"stop\""), "{ended}");
+    }
+}
+
+#[test]
 fn a_second_signal_ends_running_answers_with_a_reason() {
     let server = Serving::start(&[]);
     let body = json!({"prompt": "alba", "max_tokens": 2000, "n": 100, "ignore_eos": true, "stream": true})
         .to_string();
     let mut running = TcpStream::connect(&server.address).unwrap();
     let length = body.len();
-    write!(running, "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+    write!(running, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
     let mut first = [0; 16];
     running.read_exact(&mut first).unwrap();
     let started = Instant::now();

@@ -181,7 +181,7 @@ impl Reply {
             None => {
                 self.open = 0;
                 let refusal = self.last_words.get().cloned();
-                return Some(Err(refusal.unwrap_or_else(Refusal::engine_gone)));
+                return Some(Err(refusal.unwrap_or_else(Refusal::failed)));
             }
         }
         event

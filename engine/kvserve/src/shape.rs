@@ -181,3 +181,26 @@ fn either(calls: &str, form: &AnswerForm) -> String {
 pub(crate) fn value(field: &str, given: &Variable) -> Result<Value, Refusal> {
     serde_json::to_value(given).map_err(|error| Refusal::field(field, format!("{field}: {error}")))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOKENIZER: &[u8] = include_bytes!("../../../models/tiny-rag/tokenizer.json");
+
+    #[test]
+    fn a_schema_is_compiled_once_for_all_prompts_of_a_request() {
+        let codec = TextCodec::from_bytes(TOKENIZER, None).unwrap();
+        let shape = AnswerShape::new(Some(("response_format", AnswerForm::JsonObject)), None);
+        let mut asked = 0;
+        for _ in 0..64 {
+            // Each prompt has a copy of the shape.
+            let refused = shape.clone().compile(&codec, || {
+                asked += 1;
+                Err(Refusal::engine_gone())
+            });
+            assert_eq!(refused.unwrap_err(), Refusal::engine_gone());
+        }
+        assert_eq!(asked, 1);
+    }
+}
