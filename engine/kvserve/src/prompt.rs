@@ -1,5 +1,6 @@
 //! Turns the prompt of a request into tokens: finds its documents, and puts them where they are found again.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use kvchunk::Error as ChunkError;
@@ -49,7 +50,7 @@ struct Cut {
 pub(crate) fn build(
     codec: &TextCodec,
     prompt: AskedPrompt,
-    documents: Documents,
+    documents: &Documents,
     library: Option<&SharedLibrary>,
     context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
@@ -105,7 +106,7 @@ impl BuiltPrompt {
 fn of_text(
     codec: &TextCodec,
     text: String,
-    documents: Documents,
+    documents: &Documents,
     library: Option<&SharedLibrary>,
     context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
@@ -115,7 +116,7 @@ fn of_text(
             None => (text, Vec::new(), String::new()),
         },
         None if documents.given.is_empty() => (text, Vec::new(), String::new()),
-        None => (String::new(), written(&documents.given), text),
+        None => (String::new(), written(documents.given.to_vec()), text),
     };
     if documents.is_empty() {
         return BuiltPrompt::around(codec, &format!("{system}{question}"), true, library);
@@ -134,7 +135,7 @@ fn of_text(
 fn of_conversation(
     codec: &TextCodec,
     mut messages: Vec<Message>,
-    documents: Documents,
+    documents: &Documents,
     library: Option<&SharedLibrary>,
     context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
@@ -173,7 +174,7 @@ const NO_SYSTEM: &str = "no_system_prompt";
 const TEMPLATE: &str = "template";
 
 /// Takes the documents out of a conversation.
-fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
+fn cut(messages: &mut [Message], documents: &Documents) -> Result<Cut, Refusal> {
     let is_users = |message: &Message| message.role() == Role::User;
     if let Some(separator) = &documents.separator {
         for (number, message) in messages.iter_mut().enumerate().filter(|(_, message)| is_users(message)) {
@@ -207,17 +208,18 @@ fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
         let reason = "documents stand in front of the user's first message, and no message is the user's";
         return Err(Refusal::field("documents", reason));
     }
-    Ok(Cut { documents: written(&all), place })
+    Ok(Cut { documents: written(all), place })
 }
 
 /// Returns documents as they are written into a prompt: each ends with a line break, so that the next one does not continue
 /// its last word. Pieces of a text at a separator stay as they are.
-fn written(documents: &[Document]) -> Vec<Document> {
-    let one = |document: &Document| Document {
-        id: document.id.clone(),
-        text: document_text(&document.text).into_owned(),
-    };
-    documents.iter().map(one).collect()
+fn written(mut documents: Vec<Document>) -> Vec<Document> {
+    for document in &mut documents {
+        if let Cow::Owned(text) = document_text(&document.text) {
+            document.text = text;
+        }
+    }
+    documents
 }
 
 /// Splits a text into what stands before its documents, the documents, and what stands after them. `None` if the

@@ -394,7 +394,9 @@ impl<'a> Decoder<'a> {
         }
         if self.first.is_none() {
             let after = now - self.form.arrived;
-            metrics.iter().for_each(|metrics| metrics.first_token(after));
+            if let Some(metrics) = metrics {
+                metrics.first_token(after);
+            }
             self.first = Some(after);
         }
         decoding.tokens += 1;

@@ -147,11 +147,8 @@ impl Tools {
         };
         let tools: Vec<Value> =
             self.list.iter().map(|tool| value("tools", tool)).collect::<Result<_, _>>()?;
-        let schemas = tools.iter().filter_map(|tool| tool.get("function")?.get("parameters"));
-        schemas
-            .map(AnswerForm::check_schema)
-            .collect::<Result<(), _>>()
-            .map_err(|error| in_field("tools", error))?;
+        let mut schemas = tools.iter().filter_map(|tool| tool.get("function")?.get("parameters"));
+        schemas.try_for_each(AnswerForm::check_schema).map_err(|error| in_field("tools", error))?;
         let forced = ForcedCalls::new(codec.tool_call_format(), &tools, only, self.several);
         forced.map_err(|error| Refusal { param: Some("tools".to_owned()), ..Refusal::from(error) })
     }
