@@ -20,25 +20,30 @@ mod common;
 struct Serving {
     child: Child,
     log: BufReader<ChildStderr>,
+    /// The log before the line with the address.
+    before: String,
     address: String,
 }
 
 impl Serving {
     /// Starts a server on a free port, and waits until it listens.
     fn start(args: &[&str]) -> Self {
-        let all = [&["serve", "--port", "0"], args].concat();
-        let command = Command::new(env!("CARGO_BIN_EXE_kvc"))
-            .args(all)
-            .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvc"));
+        command.args([&["serve", "--port", "0"], args].concat());
+        Self::of(command)
+    }
+
+    /// Starts a server with a command, and waits until it listens.
+    fn of(mut command: Command) -> Self {
+        let command = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn();
         let mut child = command.unwrap();
         let log = BufReader::new(child.stderr.take().unwrap());
-        let mut serving = Self { child, log, address: String::new() };
+        let mut serving = Self { child, log, before: String::new(), address: String::new() };
         let mut line = String::new();
         while serving.address.is_empty() {
             line.clear();
             assert!(serving.log.read_line(&mut line).unwrap() > 0, "the server ended");
+            serving.before += &line;
             if let Some(address) = line.trim().strip_prefix("listening on http://") {
                 address.trim_end_matches("/v1").clone_into(&mut serving.address);
             }
@@ -124,6 +129,29 @@ fn a_server_answers_until_it_is_told_to_end() {
         assert_eq!(code, Some(0), "{log}");
         assert!(log.contains("shutting down"), "{log}");
     }
+}
+
+#[test]
+fn a_server_raises_the_limit_on_open_files_or_says_that_it_cannot() {
+    let connections = 300;
+    let limited = |limit: &str| {
+        let mut command = Command::new("sh");
+        let script = format!("ulimit {limit} 150 && exec \"$0\" serve --port 0");
+        command.args(["-c", &script, env!("CARGO_BIN_EXE_kvc")]);
+        Serving::of(command)
+    };
+    // A soft limit may be raised.
+    let server = limited("-Sn");
+    let idle: Vec<TcpStream> =
+        (0..connections).map(|_| TcpStream::connect(&server.address).unwrap()).collect();
+    server.chat("", &question());
+    drop(idle);
+    // A hard limit may not.
+    let server = limited("-n");
+    server.chat("", &question());
+    server.signal(Signal::TERM);
+    // The line about it stands before the one with the address.
+    assert!(server.before.contains("leaves room for fewer connections"), "{}", server.before);
 }
 
 #[test]

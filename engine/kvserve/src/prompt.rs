@@ -271,3 +271,54 @@ fn wrong_messages(error: ModelError) -> Refusal {
     let param = matches!(error, ModelError::Messages(_)).then(|| "messages".to_owned());
     Refusal { param, ..error.into() }
 }
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+    use serde_json::json;
+
+    use super::*;
+
+    /// Returns a codec with a token for each byte, also for line breaks, and a template that writes the messages.
+    fn codec() -> TextCodec {
+        let letters = "abq#SĊ".chars();
+        let vocabulary: serde_json::Map<String, serde_json::Value> =
+            letters.zip(0..).map(|(letter, id)| (letter.to_string(), json!(id))).collect();
+        let bytes =
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let tokenizer = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "post_processor": null, "pre_tokenizer": bytes, "decoder": bytes,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        });
+        let template = json!({"chat_template": "{% for m in messages %}S{{ m.content }}{% endfor %}"});
+        TextCodec::from_bytes(tokenizer.to_string().as_bytes(), Some(template.to_string().as_bytes()))
+            .unwrap()
+    }
+
+    fn conversation(text: &str) -> AskedPrompt {
+        AskedPrompt::Conversation { messages: vec![Message::new(Role::User, text)], variables: Vec::new() }
+    }
+
+    #[rstest]
+    #[case("S#a#bb#q")]
+    #[case("S#a\n#b\n#q")]
+    fn a_separator_adds_nothing_to_its_pieces(#[case] text: &str) {
+        let codec = codec();
+        let separated = || Documents { separator: Some("#".to_owned()), ..Documents::default() };
+        let built = build(&codec, AskedPrompt::Text(text.to_owned()), &separated(), None, 100).unwrap();
+        assert_eq!(built.tokens, PromptTokens::split(&codec, text, "#", true).unwrap());
+        let built = build(&codec, conversation(text), &separated(), None, 100).unwrap();
+        assert_eq!(built.tokens, PromptTokens::split_chat(&codec, text, "#").unwrap());
+    }
+
+    #[test]
+    fn documents_end_with_a_line_break() {
+        let codec = codec();
+        let document = |text: &str| Document { id: text.to_owned(), text: text.to_owned() };
+        let documents = Documents { given: [document("a"), document("b\n")].into(), ..Documents::default() };
+        let built = build(&codec, conversation("q"), &documents, None, 100).unwrap();
+        let expected = PromptTokens::from_parts(&codec, "S", ["a\n", "b\n"], "q", false).unwrap();
+        assert_eq!(built.tokens, expected);
+    }
+}
