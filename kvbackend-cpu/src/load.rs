@@ -1,59 +1,81 @@
-//! Estimates how busy other programs keep the cores, by counting how often the scheduler preempts a pool's
-//! threads.
+//! Estimates how busy other threads keep the cores, by how long a pool's threads wait for a core.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// Minimum time between two system queries by one thread. A query takes a fraction of a microsecond.
+/// Minimum time between two system queries by one thread. A query takes about a microsecond.
 const BETWEEN: Duration = Duration::from_millis(1);
 
 thread_local! {
-    /// The time of this thread's last count of preemptions, and the count.
-    static ASKED: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
+    /// The time of this thread's last query, and how long the thread had waited for a core by then.
+    static ASKED: Cell<Option<(Instant, Duration)>> = const { Cell::new(None) };
 }
 
-/// Returns the number of times that this thread was preempted since its preemptions were last counted, or 0
-/// if that was less than [`BETWEEN`] ago.
-pub(crate) fn preemptions(now: Instant) -> u64 {
+/// Returns how long this thread has waited for a core since the last call, or zero if that was less than [`BETWEEN`]
+/// ago.
+pub(crate) fn lost(now: Instant) -> Duration {
     match ASKED.get() {
-        Some((asked, _)) if now.saturating_duration_since(asked) < BETWEEN => 0,
+        Some((asked, _)) if now.saturating_duration_since(asked) < BETWEEN => Duration::ZERO,
         before => {
-            let count = count();
-            ASKED.set(Some((now, count)));
-            before.map_or(0, |(_, before)| count.saturating_sub(before))
+            let waited = waited();
+            ASKED.set(Some((now, waited)));
+            before.map_or(Duration::ZERO, |(_, before)| waited.saturating_sub(before))
         }
     }
 }
 
-/// Excludes all earlier preemptions of this thread from the next result of [`preemptions`].
+/// Excludes what this thread has waited so far from the next result of [`lost`].
 fn forget(now: Instant) {
-    ASKED.set(Some((now, count())));
+    ASKED.set(Some((now, waited())));
+}
+
+/// Returns how long this thread has been ready to run without a core.
+#[cfg(target_os = "linux")]
+fn waited() -> Duration {
+    use std::fs::File;
+    use std::os::unix::fs::FileExt as _;
+
+    /// The time that a preemption is taken to last where the system does not measure it.
+    const SLICE: Duration = Duration::from_millis(1);
+
+    thread_local! {
+        /// The thread's times: on a core and without one, in nanoseconds.
+        static TIMES: Option<File> = File::open("/proc/thread-self/schedstat").ok();
+    }
+    let measured = || {
+        let mut text = [0; 96];
+        let length = TIMES.with(|file| file.as_ref()?.read_at(&mut text, 0).ok())?;
+        let waited = std::str::from_utf8(text.get(..length)?).ok()?.split_whitespace().nth(1)?;
+        Some(Duration::from_nanos(waited.parse().ok()?))
+    };
+    measured().unwrap_or_else(|| SLICE * u32::try_from(preemptions()).unwrap_or(u32::MAX))
 }
 
 /// Returns the number of times that this thread has been preempted.
 #[cfg(target_os = "linux")]
-fn count() -> u64 {
+fn preemptions() -> i64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: `usage` has room for the answer, and all zeros are a valid value.
     let usage = unsafe {
         libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
         usage.assume_init()
     };
-    u64::try_from(usage.ru_nivcsw).unwrap_or(0)
+    usage.ru_nivcsw
 }
 
-/// Returns 0, because preemptions are counted only on Linux. On other systems, a pool's threads always help.
+/// Returns zero, because the times are known only on Linux. On other systems, a pool's threads always help.
 #[cfg(not(target_os = "linux"))]
-fn count() -> u64 {
-    0
+fn waited() -> Duration {
+    Duration::ZERO
 }
 
-/// Minimum length of the window in which preemptions are counted.
+/// Minimum length of the window in which lost time is added up.
 const WINDOW: Duration = Duration::from_millis(20);
 
-/// Number of preemptions per [`WINDOW`] at which cores are considered busy. On a core shared by two busy
-/// threads, a preemption occurs about every three milliseconds; on a free core, only occasionally.
-const MANY: u64 = 3;
+/// The time that a pool's threads together lose per [`WINDOW`] if cores are considered busy. On a core shared by two busy
+/// threads, each loses half of the window. Threads that only pass on what was computed, such as those of a server, take
+/// much less.
+const MUCH: Duration = Duration::from_millis(3);
 
 /// The first and the longest period in which callers work alone after cores were found busy. The trial window
 /// after each period is much shorter than the period.
@@ -63,8 +85,8 @@ const ALONE: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(
 /// Decides whether a pool's threads help with its jobs.
 #[derive(Debug)]
 pub(crate) struct Judgement {
-    /// The start of the current window, and the number of preemptions before it.
-    since: Option<(Instant, u64)>,
+    /// The start of the current window, and the time lost before it.
+    since: Option<(Instant, Duration)>,
     /// The end of the current period in which callers work alone, if there is one.
     until: Option<Instant>,
     /// The length of the next period in which callers work alone.
@@ -78,9 +100,9 @@ impl Default for Judgement {
 }
 
 impl Judgement {
-    /// Returns whether threads should help with a job that begins now. `preemptions` is the total number of
-    /// preemptions of the pool's threads so far.
-    pub(crate) fn threads_help(&mut self, now: Instant, preemptions: u64) -> bool {
+    /// Returns whether threads should help with a job that begins now. `lost` is the time that the pool's threads have
+    /// lost so far.
+    pub(crate) fn threads_help(&mut self, now: Instant, lost: Duration) -> bool {
         if let Some(until) = self.until {
             if now < until {
                 return false;
@@ -89,14 +111,14 @@ impl Judgement {
             self.since = None;
             forget(now);
         }
-        let (begun, before) = *self.since.get_or_insert((now, preemptions));
+        let (begun, before) = *self.since.get_or_insert((now, lost));
         let elapsed = now.saturating_duration_since(begun);
         if elapsed < WINDOW {
             return true;
         }
-        self.since = Some((now, preemptions));
-        let count = u128::from(preemptions.saturating_sub(before));
-        if count * WINDOW.as_nanos() < u128::from(MANY) * elapsed.as_nanos() {
+        self.since = Some((now, lost));
+        let lost = lost.saturating_sub(before);
+        if lost.as_nanos() * WINDOW.as_nanos() < MUCH.as_nanos() * elapsed.as_nanos() {
             self.alone = ALONE[0];
             return true;
         }
@@ -111,10 +133,10 @@ mod tests {
     use super::*;
 
     /// Returns whether threads help with each job. A job is given by its time in milliseconds and by the
-    /// total number of preemptions so far.
+    /// milliseconds lost so far.
     fn judged(judgement: &mut Judgement, start: Instant, jobs: &[(u64, u64)]) -> Vec<bool> {
-        let at = |&(ms, count): &(u64, u64)| judgement.threads_help(start + Duration::from_millis(ms), count);
-        jobs.iter().map(at).collect()
+        let ms = Duration::from_millis;
+        jobs.iter().map(|&(at, lost)| judgement.threads_help(start + ms(at), ms(lost))).collect()
     }
 
     #[test]
@@ -122,7 +144,7 @@ mod tests {
         let (mut judgement, start) = (Judgement::default(), Instant::now());
         let first = [(0, 0), (10, 2), (19, 9), (20, 9), (60, 9), (119, 30)];
         assert_eq!(judged(&mut judgement, start, &first), [true, true, true, false, false, false]);
-        // The trial window ignores the preemptions before it. The cores are busy again, so callers work alone
+        // The trial window ignores what was lost before it. The cores are busy again, so callers work alone
         // for twice as long.
         let second = [(121, 40), (140, 44), (141, 44), (330, 50), (342, 50)];
         assert_eq!(judged(&mut judgement, start, &second), [true, true, false, false, true]);
@@ -133,26 +155,47 @@ mod tests {
     }
 
     #[test]
-    fn a_preemption_now_and_then_is_no_load() {
+    fn a_wait_now_and_then_is_no_load() {
         let (mut judgement, start) = (Judgement::default(), Instant::now());
-        let jobs: Vec<(u64, u64)> = (0..1000).map(|i| (10 * i, i / 10)).collect();
+        let jobs: Vec<(u64, u64)> = (0..1000).map(|i| (10 * i, i)).collect();
         assert!(judged(&mut judgement, start, &jobs).into_iter().all(|help| help));
-        // Few jobs with long pauses: a whole second has only as many preemptions as a busy window.
-        assert!(judged(&mut judgement, start, &[(10_000, 100), (11_000, 110)]).into_iter().all(|help| help));
+        // Few jobs with long pauses lose much, but over a whole second.
+        assert!(
+            judged(&mut judgement, start, &[(10_000, 1000), (11_000, 1100)]).into_iter().all(|help| help)
+        );
     }
 
     #[test]
     fn a_thread_counts_its_losses_since_its_last_query_and_may_ignore_some() {
         let (now, later) = (Instant::now(), |times: u32| Instant::now() + times * BETWEEN);
-        assert_eq!(preemptions(now), 0, "the first call only remembers");
-        // Pretend that there have been five preemptions since they were last counted.
-        ASKED.set(Some((now, count().wrapping_sub(5))));
-        assert_eq!(preemptions(now), 0, "a moment ago");
-        if count() >= 5 {
-            assert!(preemptions(later(2)) >= 5);
-        }
-        ASKED.set(Some((now, 0)));
+        assert_eq!(lost(now), Duration::ZERO, "the first call only remembers");
+        // Pretend that the thread had not waited at all by its last query.
+        ASKED.set(Some((now, Duration::ZERO)));
+        assert_eq!(lost(now), Duration::ZERO, "a moment ago");
+        let before = waited();
+        assert!((before..=waited()).contains(&lost(later(2))));
+        ASKED.set(Some((now, Duration::ZERO)));
         forget(later(3));
-        assert_eq!(ASKED.get().map(|(_, lost)| lost), Some(count()));
+        assert!(ASKED.get().is_some_and(|(_, waited)| waited >= before));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn threads_that_share_their_cores_wait() {
+        let threads = 2 * std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let until = Instant::now() + Duration::from_millis(300);
+        let spin = || {
+            let before = waited();
+            while Instant::now() < until {
+                std::hint::spin_loop();
+            }
+            waited() - before
+        };
+        let waited: Duration = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..threads).map(|_| scope.spawn(spin)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        // Of two threads on a core, one waits at any time.
+        assert!(waited > Duration::from_millis(100), "{waited:?}");
     }
 }

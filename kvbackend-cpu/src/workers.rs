@@ -10,11 +10,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{Builder, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use crate::load::{Judgement, preemptions};
+use crate::load::{Judgement, lost};
 
 /// A pool of threads that share the parts of one job at a time. The threads are started by the first job that
 /// is split, and end when the pool is dropped.
@@ -44,8 +44,8 @@ struct SharedQueue {
     posted: AtomicU64,
     /// A copy of `inside` in `state`, for a caller that polls without the lock.
     inside: AtomicUsize,
-    /// Total number of times that threads were preempted while they worked on jobs.
-    preempted: AtomicU64,
+    /// Total time, in nanoseconds, that threads waited for a core while they worked on jobs.
+    lost: AtomicU64,
 }
 
 // Decision: docs/decisions/backend-cpu.md#threads-poll-before-they-sleep
@@ -94,9 +94,9 @@ impl SharedQueue {
             }
             work(part);
         }
-        let lost = preemptions(Instant::now());
+        let lost = lost(Instant::now()).as_nanos() as u64;
         if lost > 0 {
-            self.preempted.fetch_add(lost, Ordering::Relaxed);
+            self.lost.fetch_add(lost, Ordering::Relaxed);
         }
     }
 
@@ -199,7 +199,8 @@ impl Workers {
         }
         let Some(mut busy) = self.busy.try_lock() else { return alone() };
         let shared = &self.shared;
-        if !busy.threads_help(Instant::now(), shared.preempted.load(Ordering::Relaxed)) {
+        let lost = Duration::from_nanos(shared.lost.load(Ordering::Relaxed));
+        if !busy.threads_help(Instant::now(), lost) {
             drop(busy);
             return alone();
         }

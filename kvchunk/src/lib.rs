@@ -100,7 +100,7 @@ mod sleep;
 mod tier;
 
 pub use assembly::{
-    AssembledPrompt, Assembler, Assembly, ChunkReport, Recomputation, RotatedCopy, ScratchBlocks,
+    AssembledPrompt, Assembler, Assembly, ChunkReport, PinnedParts, Recomputation, RotatedCopy, ScratchBlocks,
 };
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,

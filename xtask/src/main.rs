@@ -44,8 +44,7 @@ struct XtaskCli {
 enum XtaskCommand {
     /// Run all steps of CI, then print a table of their times, and the test counts.
     Ci(ci::CiArgs),
-    /// Run the slice of the longer checks that has gone longest without a run (see the table in
-    /// docs/deep.md).
+    /// Run the slice of the longer checks that has gone longest without a run (see docs/deep.md).
     Deep(deep::DeepArgs),
     /// Run all tests and print their counts in the last line.
     Test(test::TestArgs),
@@ -54,8 +53,7 @@ enum XtaskCommand {
     Check,
     /// Run the conformance suite on one backend and print a table. Fails if the machine has no device for it.
     Conform(conform::ConformArgs),
-    /// Compile the CUDA backend's kernels to the committed PTX, and print their register usage and spills
-    /// (needs the compiler's wheels).
+    /// Compile the CUDA backend's kernels to the committed PTX, and print their registers (needs wheels).
     CudaPtx(cuda_ptx::CudaPtxArgs),
     /// Build the CUDA driver's test double, which lets the CUDA backend run without a GPU.
     CudaDouble(CudaDoubleArgs),
@@ -72,8 +70,7 @@ enum XtaskCommand {
     /// Check the CUDA backend on a real GPU, here or on another machine, and write one report.
     #[command(disable_help_flag = true)]
     GpuCheck(ForwardedArgs),
-    /// Ask a published model questions with every reuse strategy, and write the tables in docs/quality.md
-    /// (needs the model's wheel).
+    /// Ask a published model questions with every reuse strategy, for docs/quality.md (needs its wheel).
     #[command(disable_help_flag = true)]
     Published(ForwardedArgs),
     /// Build the Python module's wheel and run its tests, or check the connector inside vLLM.
@@ -81,17 +78,18 @@ enum XtaskCommand {
     /// Print the exactness tests' measurements as the table in docs/exactness.md.
     #[command(disable_help_flag = true)]
     Exactness(ForwardedArgs),
-    /// Count the instructions of hot paths and compare them with the committed baseline (needs valgrind and
-    /// gungraun-runner).
+    /// Count the instructions of hot paths, against the baseline (needs valgrind and gungraun-runner).
     #[command(disable_help_flag = true)]
     Instructions(ForwardedArgs),
+    /// Soak a server in mixed traffic, and check that nothing breaks, leaks or differs.
+    #[command(disable_help_flag = true)]
+    Soak(ForwardedArgs),
     /// Run the block pool's concurrent paths through the interleavings of two threads.
     Loom(loom::LoomArgs),
     /// Run the tests of crates with unsafe code under AddressSanitizer (needs a nightly toolchain) or
     /// valgrind.
     Sanitize(sanitize::SanitizeArgs),
-    /// Run the fast kernels' tests for 64-bit ARM under an emulator (needs the target, a cross compiler and
-    /// qemu).
+    /// Run the fast kernels' tests for 64-bit ARM under an emulator (needs the target, gcc for it, and qemu).
     Arm,
     /// Lint each crate alone, in every combination of its features.
     Features,
@@ -115,6 +113,7 @@ fn main() -> ExitCode {
         XtaskCommand::Python(args) => python::python(&args),
         XtaskCommand::Exactness(args) => forward("exactness", &args),
         XtaskCommand::Instructions(args) => forward("instructions", &args),
+        XtaskCommand::Soak(args) => forward("soak", &args),
         XtaskCommand::Loom(args) => loom::loom(&args),
         XtaskCommand::Sanitize(args) => sanitize::sanitize(&args),
         XtaskCommand::Arm => arm::arm(),

@@ -141,6 +141,12 @@ pub(crate) enum Error {
     /// The server failed.
     #[error(transparent)]
     Serve(#[from] kvserve::Error),
+    /// The client of a server failed.
+    #[error(transparent)]
+    Load(#[from] kvload::Error),
+    /// A server says of no model that it has it.
+    #[error("{0} names no model; give the name that its requests must have with --model-name")]
+    NoModelName(kvload::ServerUrl),
     /// The answers that show whether reuse suits the model do not say so.
     #[error(
         "{path} does not show that the settings lose at most {within} percentage points of answers; run kvc tune with more \

@@ -337,3 +337,79 @@ fn a_server_that_cannot_start_says_why() {
     fails(&["serve", "--max-requests", "0"], 2, "1 or more");
     fails(&["serve", "--api-key-file", "none"], 1, "cannot read the keys from none");
 }
+
+#[test]
+fn bench_serve_measures_a_server_of_this_process_and_of_another() {
+    let small =
+        ["bench", "serve", "--json", "--requests", "6", "--prompt-tokens", "30", "--answer-tokens", "5"];
+    let report = json_of(&[&small[..], &["--http", "--rounds", "2"]].concat());
+    let (engine, server) = (&report["engine"], &report["server"]);
+    for name in ["requests", "failed", "shortened", "prompt_tokens", "answer_tokens", "cached_tokens"] {
+        assert_eq!(engine[name], server[name], "{name}: {report}");
+    }
+    assert_eq!((&server["requests"], &server["failed"]), (&json!(6), &json!(0)));
+    assert!(engine["steps"].as_u64().unwrap() > 0 && server.get("steps").is_none());
+    let seconds = |of: &Value| of["seconds"].as_f64().unwrap();
+    let ratio = report["ratio"].as_f64().unwrap();
+    assert!((ratio - seconds(server) / seconds(engine)).abs() < 1e-9, "{report}");
+    for (rounds, median) in [("engine_seconds", seconds(engine)), ("server_seconds", seconds(server))] {
+        let rounds = report[rounds].as_array().unwrap();
+        assert!(rounds.len() == 2 && rounds.contains(&json!(median)), "{report}");
+    }
+    // A model with random weights has a tokenizer for the server.
+    let report = json_of(&[&small[..], &["--size", "1x64", "--http", "--rounds", "1"]].concat());
+    assert_eq!(report["server"]["answer_tokens"], report["engine"]["answer_tokens"]);
+
+    let server = Serving::start(&[]);
+    let url = format!("http://{}/v1", server.address);
+    let report = json_of(&[&small[..], &["--url", &url]].concat());
+    assert_eq!(
+        (&report["requests"], &report["failed"], &report["shortened"]),
+        (&json!(6), &json!(0), &json!(0))
+    );
+    assert!(report["cpu_seconds"].is_null(), "the work is in another process");
+    fails(&[&small[..], &["--url", &url, "--model-name", "none"]].concat(), 1, "does not exist here");
+    fails(&[&small[..], &["--url", "https://a"]].concat(), 2, "does not encrypt");
+    fails(&[&small[..], &["--url", &url, "--http"]].concat(), 2, "cannot be used with");
+    fails(&[&small[..], &["--http", "--shared-prefix", "9", "--pin"]].concat(), 2, "cannot be used with");
+    fails(&[&small[..], &["--rounds", "2"]].concat(), 2, "--http");
+}
+
+#[test]
+fn bench_rag_measures_documents_that_a_server_finds() {
+    let folder = tempfile::tempdir().unwrap();
+    let plot = folder.path().join("ttft.svg");
+    let small = [
+        "bench",
+        "rag",
+        "--json",
+        "--http",
+        "--size",
+        "1x64",
+        "--document-tokens",
+        "64",
+        "--per-request",
+        "3",
+    ];
+    let report = json_of(&[&small[..], &["--plot", plot.to_str().unwrap()]].concat());
+    // A system prompt, three documents, a question.
+    assert_eq!(report["prompt_tokens"], 64 + 3 * 64 + 32);
+    let share = |server: usize, name: &str| report["servers"][server][name][1].as_f64().unwrap();
+    for server in 0..3 {
+        let times = report["servers"][server]["ttft_ms"].as_array().unwrap();
+        assert!(times.len() == 13 && times.iter().all(|ms| ms.as_f64().unwrap() > 0.0), "{report}");
+        // Before the first question, only the system prompt may be known.
+        assert!(share(server, "cold") <= 64.0 / 288.0 && share(server, "same_order") >= 0.85, "{report}");
+    }
+    assert!(share(0, "other_orders") >= 0.85 && share(1, "other_orders") >= 0.85, "{report}");
+    assert!(share(2, "other_orders") < 0.5, "prefix caching finds the beginning alone: {report}");
+    assert!(fs::read_to_string(plot).unwrap().contains("prefix caching alone"));
+    fails(&[&small[..], &["--zipf", "1"]].concat(), 2, "cannot be used with");
+}
+
+/// Returns what a command writes as JSON.
+fn json_of(args: &[&str]) -> Value {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).unwrap()
+}

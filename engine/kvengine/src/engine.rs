@@ -5,8 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kvchunk::{
-    ChunkCacheManager, LoadRule, PositionPlan, ReplicaDevice, ReplicaLink, ReplicaTransport, TierLink,
-    TierMetrics,
+    ChunkCacheManager, LoadRule, ReplicaDevice, ReplicaLink, ReplicaTransport, TierLink, TierMetrics,
 };
 use kvcore::{Backend, BlockKey, Clock, GraphCounts, KvCache, SystemClock};
 use kvmodel::{Model, Observer, Profiler};
@@ -440,9 +439,9 @@ impl Engine {
         self.scheduler.set_preemption_costs(costs);
     }
 
-    /// Pins the cached blocks at the start of a request's prompt, or of a chunked prompt's system prompt.
-    /// This call computes nothing, so a request with the same start must have been answered before. Only
-    /// requests with the same tenant and RoPE regime can find the blocks.
+    /// Pins the cached blocks at the start of a request's prompt, or the system prompt and the documents of a prompt in
+    /// parts. This call computes nothing, so a request with the same start or documents must have been answered
+    /// before. Only requests with the same tenant and RoPE regime can find the blocks.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -464,16 +463,7 @@ impl Engine {
     /// Returns [`Error::NoChunks`] for a static or a grouped cache, and errors caused by the request's tenant
     /// or positions.
     pub fn pin(&self, request: &Request) -> Result<PinnedPrompt> {
-        let (tokens, end) = match request.chunked() {
-            Some(prompt) => {
-                let limit = self.model().config().max_positions;
-                let plan = PositionPlan::new(prompt, request.cell, limit)?;
-                (prompt.system().to_vec(), plan.end)
-            }
-            None => (request.prompt.iter().collect(), request.prompt.len()),
-        };
-        let ropes = self.runner.ropes(end, request.max_new_tokens)?;
-        self.runner.pin(&self.runner.keys(request.owner(), &ropes)?, &tokens)
+        crate::serve::pin(&self.runner, request)
     }
 
     /// Returns the limits of the scheduler, within the bounds that are possible.

@@ -34,6 +34,7 @@ use crate::tier::{MissReason, TierFetch, TierLink, TierLookup, TierSaving};
 
 mod assembled;
 mod lookup;
+mod pin;
 mod resolve;
 mod rotated;
 mod scratch;
@@ -41,6 +42,7 @@ mod slots;
 
 pub use assembled::{AssembledPrompt, Recomputation};
 pub(crate) use lookup::{FoundPiece, LocalLookup, PromptLookup};
+pub use pin::PinnedParts;
 pub use rotated::RotatedCopy;
 pub use scratch::ScratchBlocks;
 

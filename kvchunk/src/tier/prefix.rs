@@ -132,7 +132,7 @@ impl Assembler<'_> {
 
     /// Returns the system prompt and, if `decoys` is true, the system prompt with the decoys, each as a chain of
     /// keys and its tokens. Returns nothing if prefixes are not kept.
-    pub(super) fn prefixes_of(
+    pub(crate) fn prefixes_of(
         &self,
         prompt: &ChunkedPrompt,
         decoys: bool,

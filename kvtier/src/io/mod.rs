@@ -10,7 +10,10 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
+#[allow(unsafe_code, reason = "memory is advised, and lent by its address")]
+mod area;
 mod file;
+#[allow(unsafe_code, reason = "memory is divided into pieces that are lent")]
 mod pages;
 mod place;
 mod reader;

@@ -6,59 +6,74 @@ use std::sync::Arc;
 use bytemuck::{Pod, Zeroable};
 use parking_lot::Mutex;
 
+use super::area::{Area, LARGE};
+
 /// The number of bytes per page. Offsets, lengths and addresses of direct I/O are multiples of it.
 pub const PAGE: usize = 4096;
 
 /// One page, aligned for direct I/O.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(4096))]
-struct Page([u8; PAGE]);
+pub(super) struct Page([u8; PAGE]);
 
 /// Aligned memory of whole pages.
 ///
 /// # Drop behaviour
 /// Memory from a pool goes back to the pool.
 pub struct Pages {
-    memory: Vec<Page>,
+    memory: Memory,
     /// The number of pages in use, from the start.
     count: usize,
-    home: Option<Home>,
 }
 
-/// The pool that memory belongs to, and the number of the memory in the pool.
-struct Home {
-    pool: Arc<PagePool>,
+enum Memory {
+    Own(Vec<Page>),
+    Lent(Lent),
+}
+
+/// Memory from a pool, and its number there.
+struct Lent {
+    memory: &'static mut [Page],
     number: u16,
+    pool: Arc<PagePool>,
 }
 
 impl Pages {
     /// Allocates `count` pages of zeros.
     pub fn new(count: usize) -> Self {
-        Self { memory: vec![Page::zeroed(); count], count, home: None }
+        Self { memory: Memory::Own(vec![Page::zeroed(); count]), count }
     }
 
     /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.memory[..self.count])
+        let memory = match &self.memory {
+            Memory::Own(memory) => memory,
+            Memory::Lent(lent) => &*lent.memory,
+        };
+        bytemuck::cast_slice(&memory[..self.count])
     }
 
     /// Returns the bytes, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        bytemuck::cast_slice_mut(&mut self.memory[..self.count])
+        let memory = match &mut self.memory {
+            Memory::Own(memory) => memory,
+            Memory::Lent(lent) => &mut *lent.memory,
+        };
+        bytemuck::cast_slice_mut(&mut memory[..self.count])
     }
 
-    /// Returns the number of this memory in `pool`, or `None` if it is not from this pool.
+    /// Returns the number of this memory among the pieces of `pool` that a disk can prepare, or `None` if it is none of
+    /// them.
     #[cfg_attr(not(target_os = "linux"), allow(dead_code))]
     pub(super) fn number_in(&self, pool: &Arc<PagePool>) -> Option<u16> {
-        self.home.as_ref().filter(|home| Arc::ptr_eq(&home.pool, pool)).map(|home| home.number)
+        let Memory::Lent(lent) = &self.memory else { return None };
+        Some(lent.number).filter(|number| Arc::ptr_eq(&lent.pool, pool) && *number < PagePool::PREPARED)
     }
 }
 
-impl Drop for Pages {
+impl Drop for Lent {
     fn drop(&mut self) {
-        if let Some(Home { pool, number }) = self.home.take() {
-            pool.free.lock().push((std::mem::take(&mut self.memory), number));
-        }
+        self.pool.free.lock().push((std::mem::take(&mut self.memory), self.number));
     }
 }
 
@@ -71,22 +86,35 @@ impl fmt::Debug for Pages {
 /// Memory of one size that is lent and comes back, so that it is neither allocated nor erased for each request.
 /// The address of each piece stays the same as long as the pool lives.
 pub(super) struct PagePool {
-    /// The memory that is not lent, with its number.
-    free: Mutex<Vec<(Vec<Page>, u16)>>,
+    /// The memory that is not lent, with its number. A piece that is lent keeps the pool alive, so that all have come
+    /// back before the area is dropped.
+    free: Mutex<Vec<(&'static mut [Page], u16)>>,
+    _area: Area,
 }
 
 impl PagePool {
     /// The number of pages per piece of memory.
-    pub(super) const PAGES: usize = 64;
+    pub(super) const PAGES: usize = 128;
 
-    /// The number of pieces. Together they are less than the 8 MiB that an unprivileged process may lock on most
-    /// systems.
-    pub(super) const PIECES: u16 = 30;
+    /// The number of pieces.
+    pub(super) const PIECES: u16 = 10 * Self::PER_LARGE;
+
+    /// The number of pieces, the first ones, that a disk can prepare. They fill whole large pages, which are locked as
+    /// a whole, and are less than the 8 MiB that an unprivileged process may lock on most systems.
+    pub(super) const PREPARED: u16 = 3 * Self::PER_LARGE;
+
+    /// The number of pieces in a large page.
+    const PER_LARGE: u16 = (LARGE / (Self::PAGES * PAGE)) as u16;
 
     /// Allocates the memory.
     pub(super) fn new() -> Arc<Self> {
-        let piece = |number| (vec![Page::zeroed(); Self::PAGES], number);
-        Arc::new(Self { free: Mutex::new((0..Self::PIECES).map(piece).collect()) })
+        let area = Area::new(usize::from(Self::PIECES) * Self::PAGES);
+        // SAFETY: this is the only call. Pieces are dropped by the pool, in front of the area.
+        let pieces = unsafe { area.pieces(Self::PAGES) };
+        // Those that a disk can prepare are lent first.
+        let mut free: Vec<_> = pieces.zip(0..).collect();
+        free.reverse();
+        Arc::new(Self { free: Mutex::new(free), _area: area })
     }
 
     /// Lends `count` pages with undefined contents. Allocates them if nothing is left, or if a piece is too small
@@ -96,7 +124,10 @@ impl PagePool {
         let piece = if fits { self.free.lock().pop() } else { None };
         piece.map_or_else(
             || Pages::new(count),
-            |(memory, number)| Pages { memory, count, home: Some(Home { pool: Arc::clone(self), number }) },
+            |(memory, number)| {
+                let lent = Lent { memory, number, pool: Arc::clone(self) };
+                Pages { memory: Memory::Lent(lent), count }
+            },
         )
     }
 
@@ -106,13 +137,15 @@ impl PagePool {
         self.free.lock().len()
     }
 
-    /// Calls a function with the bytes of every piece, in the order of their numbers. No memory may be lent.
+    /// Calls a function with the bytes of every piece that a disk can prepare, in the order of their numbers. No memory
+    /// may be lent.
     #[cfg_attr(not(target_os = "linux"), allow(dead_code))]
-    pub(super) fn with_pieces<R>(&self, call: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
+    pub(super) fn with_prepared<R>(&self, call: impl FnOnce(&mut [&mut [u8]]) -> R) -> R {
         let mut free = self.free.lock();
-        free.sort_by_key(|(_, number)| *number);
+        free.sort_by_key(|(_, number)| std::cmp::Reverse(*number));
+        let prepared = free.iter_mut().rev().take(usize::from(Self::PREPARED));
         let mut pieces: Vec<&mut [u8]> =
-            free.iter_mut().map(|(memory, _)| bytemuck::cast_slice_mut(memory)).collect();
+            prepared.map(|(memory, _)| bytemuck::cast_slice_mut(memory)).collect();
         call(&mut pieces)
     }
 }
@@ -131,17 +164,29 @@ mod tests {
     fn memory_is_lent_once_and_comes_back() {
         let pool = PagePool::new();
         let lent: Vec<Pages> = (0..PagePool::PIECES).map(|_| pool.lend(7)).collect();
-        let mut numbers: Vec<_> = lent.iter().map(|pages| pages.number_in(&pool).unwrap()).collect();
+        let mut numbers: Vec<_> = lent.iter().filter_map(|pages| pages.number_in(&pool)).collect();
         numbers.sort_unstable();
-        assert_eq!(numbers, (0..PagePool::PIECES).collect::<Vec<_>>());
+        assert_eq!(numbers, (0..PagePool::PREPARED).collect::<Vec<_>>());
         let addresses: Vec<_> = lent.iter().map(|pages| pages.bytes().as_ptr()).collect();
         assert!(addresses.iter().all(|address| address.addr() % PAGE == 0));
+        let mut apart: Vec<_> = addresses.iter().map(|address| address.addr()).collect();
+        apart.sort_unstable();
+        assert!(apart.windows(2).all(|pair| pair[1] - pair[0] >= PagePool::PAGES * PAGE), "no two overlap");
         let more = pool.lend(7);
         assert_eq!((more.number_in(&pool), more.bytes().len()), (None, 7 * PAGE), "nothing was left");
         drop(lent);
         let again = pool.lend(PagePool::PAGES);
-        assert!(addresses.contains(&again.bytes().as_ptr()) && again.bytes().len() == 64 * PAGE);
+        assert!(addresses.contains(&again.bytes().as_ptr()) && again.bytes().len() == PagePool::PAGES * PAGE);
         assert_eq!(again.number_in(&PagePool::new()), None, "it is from another pool");
+    }
+
+    #[test]
+    fn memory_outlives_the_owner_of_its_pool() {
+        let pool = PagePool::new();
+        let mut lent = pool.lend(PagePool::PAGES);
+        drop(pool);
+        lent.bytes_mut().fill(7);
+        assert!(lent.bytes().iter().all(|byte| *byte == 7));
     }
 
     #[test]

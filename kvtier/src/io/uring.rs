@@ -116,7 +116,7 @@ impl UringIo {
 
 /// Registers the memory of a pool.
 fn register(ring: &IoUring, pool: &PagePool) -> io::Result<()> {
-    pool.with_pieces(|pieces| {
+    pool.with_prepared(|pieces| {
         let areas = pieces
             .iter_mut()
             .map(|piece| libc::iovec { iov_base: piece.as_mut_ptr().cast(), iov_len: piece.len() });
@@ -126,7 +126,7 @@ fn register(ring: &IoUring, pool: &PagePool) -> io::Result<()> {
     })
     .map_err(|error| match error.kind() {
         io::ErrorKind::OutOfMemory => {
-            let needed = usize::from(PagePool::PIECES) * PagePool::PAGES * super::PAGE / 1024;
+            let needed = usize::from(PagePool::PREPARED) * PagePool::PAGES * super::PAGE / 1024;
             io::Error::new(
                 error.kind(),
                 format!("{error}; {needed} KiB of memory must be locked, see `ulimit -l`"),

@@ -31,6 +31,7 @@ use parking_lot::{Condvar, Mutex, RwLock};
 
 mod accounts;
 mod cells;
+mod flight;
 mod geometry;
 mod inspect;
 mod load;
@@ -132,7 +133,7 @@ struct Shared {
     state: Mutex<SlabState>,
     /// Held by the thread that takes a batch from the queue and places it.
     placing: Mutex<()>,
-    /// Held for reading by a thread that has a batch, and for writing during a checkpoint.
+    /// Held for reading by a thread that has a batch, and for writing by one that waits for all other batches.
     writing: RwLock<()>,
     queue: Mutex<Queue>,
     queue_changed: Condvar,

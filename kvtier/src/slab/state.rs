@@ -6,6 +6,7 @@ use kvcore::{BlockKey, PolicyKind};
 
 use super::accounts::{Accounts, Group};
 use super::cells::CellSet;
+use super::flight::InFlight;
 use super::geometry::Geometry;
 use super::order::Order;
 use super::table::{Listed, Table};
@@ -38,13 +39,27 @@ pub(super) struct Entry {
 /// The reason why a record gets no cells.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NoCells {
-    /// None are open, or the tenant's limit is used by records that are being written. After the batches under way
-    /// and a checkpoint, there may be some.
-    NotYet,
+    /// None are open. After a checkpoint, there may be some.
+    Closed,
+    /// The tenant's limit is used by records that are being written. After the batches under way, there may be some.
+    InUse,
     /// Nothing that may leave makes enough room.
     NoRoom,
     /// The disk refuses the checkpoint that would open them.
     Refused,
+}
+
+/// The cells of a record that is being written, and the number of the write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Taken {
+    pub(super) sequence: u64,
+    pub(super) runs: Vec<CellRun>,
+}
+
+/// A checkpoint that is being written, and the cells that it opens.
+pub(super) struct Checkpoint {
+    pub(super) table: Table,
+    opened: Vec<CellRun>,
 }
 
 /// The records and the cells.
@@ -61,6 +76,7 @@ pub(super) struct SlabState {
     open: CellSet,
     /// Free cells that the next checkpoint may open.
     closed: CellSet,
+    flight: InFlight,
     /// Cells that were taken from a damaged record. They are not used again while this slab is open.
     pub(super) quarantined: u32,
     pub(super) sequence: u64,
@@ -82,6 +98,7 @@ impl SlabState {
             known: KnownKeys::default(),
             open: CellSet::default(),
             closed,
+            flight: InFlight::default(),
             quarantined: 0,
             sequence: 0,
             generation: 0,
@@ -125,7 +142,7 @@ impl SlabState {
             }
         }
         if taken.len() < runs.len() {
-            self.close(taken);
+            self.close(sequence, taken);
             return;
         }
         self.charge(self.group(&scope, note.account), runs);
@@ -139,8 +156,9 @@ impl SlabState {
         let Listed { key, scope, sequence, payload, note, created, identity, uses, runs } = listed;
         let group = self.group(&scope, note.account);
         if self.records.get(&key).is_some_and(|known| known.sequence > sequence) {
-            return self.give_back(group, runs);
+            return self.give_back(group, Taken { sequence, runs });
         }
+        self.landed(sequence);
         self.remove(&key);
         self.order.insert(key, note.parent, group, uses);
         self.known.insert(note.text, key);
@@ -244,7 +262,7 @@ impl SlabState {
     /// Removes a record. Its cells are free after the next checkpoint.
     pub(super) fn remove(&mut self, key: &BlockKey) {
         if let Some(entry) = self.take_out(key) {
-            self.close(entry.runs);
+            self.close(entry.sequence, entry.runs);
         }
     }
 
@@ -287,16 +305,25 @@ impl SlabState {
     }
 
     /// Returns cells of a group that were taken and are not used after all.
-    pub(super) fn give_back(&mut self, group: Group, runs: Vec<CellRun>) {
+    pub(super) fn give_back(&mut self, group: Group, taken: Taken) {
+        let Taken { sequence, runs } = taken;
         let account = self.accounts.of(group);
         account.cells -= count(&runs);
         account.written -= count(&runs);
-        self.close(runs);
+        self.landed(sequence);
+        self.close(sequence, runs);
     }
 
-    /// Adds cells to those that the next checkpoint may open.
-    fn close(&mut self, runs: Vec<CellRun>) {
-        for run in runs {
+    /// Ends a write.
+    fn landed(&mut self, sequence: u64) {
+        for run in self.flight.end(sequence) {
+            self.closed.add(run);
+        }
+    }
+
+    /// Adds cells whose last write has this number to those that a later checkpoint may open.
+    fn close(&mut self, sequence: u64, runs: Vec<CellRun>) {
+        for run in self.flight.keep(sequence, runs).err().into_iter().flatten() {
             self.closed.add(run);
         }
     }
@@ -321,21 +348,24 @@ impl SlabState {
         while self.accounts.get(group).cells > limit - needed {
             let Some(key) = self.order.evict(group) else {
                 let is_written = self.accounts.get(group).written > 0;
-                return Err(if is_written { NoCells::NotYet } else { NoCells::NoRoom });
+                return Err(if is_written { NoCells::InUse } else { NoCells::NoRoom });
             };
             self.evict(&key);
         }
         Ok(())
     }
 
-    /// Takes open cells for a record of a tenant. If the tenant has a limit, its own records make room.
-    pub(super) fn take(&mut self, account: AccountId, payload: usize) -> Result<Vec<CellRun>, NoCells> {
+    /// Takes open cells for a record of a tenant that is written next. If the tenant has a limit, its own records make
+    /// room.
+    pub(super) fn take(&mut self, account: AccountId, payload: usize) -> Result<Taken, NoCells> {
         let (group, needed) = (Group::Own(account), self.geometry.cells_for(payload));
         self.fit(group, needed)?;
         // The header lists a few buffers, too.
-        let runs = self.open.take(needed, Header::MOST_LISTED / 2).ok_or(NoCells::NotYet)?;
+        let runs = self.open.take(needed, Header::MOST_LISTED / 2).ok_or(NoCells::Closed)?;
         self.charge(group, &runs);
-        Ok(runs)
+        self.sequence += 1;
+        self.flight.begin(self.sequence, &runs);
+        Ok(Taken { sequence: self.sequence, runs })
     }
 
     /// Takes the record that leaves next out of the order.
@@ -350,12 +380,12 @@ impl SlabState {
     }
 
     /// Evicts records until the next checkpoint can open enough cells for a payload. Returns false if that is
-    /// not possible.
+    /// not possible, or only after the batches under way.
     pub(super) fn make_room(&mut self, payload: usize) -> bool {
         let needed = self.geometry.cells_for(payload);
         let wanted = needed.max((self.geometry.cells / OPENED).min(MOST_OPENED));
         let free = |state: &Self| state.open.len() + state.closed.len();
-        while free(self) < wanted {
+        while free(self) + self.flight.freed_cells() < wanted {
             let Some(key) = self.next_to_leave() else { break };
             self.evict(&key);
         }
@@ -372,31 +402,34 @@ impl SlabState {
         })
     }
 
-    /// Starts the next checkpoint. Until it is on the disk, only cells that were open before are written.
-    pub(super) fn checkpoint(&self, needed: usize) -> Table {
+    /// Starts the next checkpoint. Until it is on the disk, no cells may be taken. Cells that records are being written
+    /// to stay open.
+    pub(super) fn checkpoint(&self, needed: usize) -> Checkpoint {
         let mut closed = self.closed.clone();
         for run in self.open.runs() {
             closed.add(run);
         }
         let count = self.geometry.cells_for(needed).max(self.geometry.cells / OPENED).min(closed.len());
-        let open = closed.take(count.min(MOST_OPENED.max(self.geometry.cells_for(needed))), usize::MAX);
-        Table {
+        let opened = closed.take(count.min(MOST_OPENED.max(self.geometry.cells_for(needed))), usize::MAX);
+        let opened = opened.unwrap_or_default();
+        let table = Table {
             generation: self.generation + 1,
-            sequence: self.sequence,
-            open: open.unwrap_or_default(),
+            sequence: self.flight.first().map_or(self.sequence, |first| first - 1),
+            open: opened.iter().copied().chain(self.flight.written()).collect(),
             records: self.listed().collect(),
-        }
+        };
+        Checkpoint { table, opened }
     }
 
     /// Ends a checkpoint that is on the disk: its open cells may be written.
-    pub(super) fn opened(&mut self, table: &Table) {
-        self.generation = table.generation;
+    pub(super) fn opened(&mut self, checkpoint: &Checkpoint) {
+        self.generation = checkpoint.table.generation;
         let before: Vec<CellRun> = self.open.runs().collect();
         for run in before {
             self.open.remove(run);
             self.closed.add(run);
         }
-        for &run in &table.open {
+        for &run in &checkpoint.opened {
             if self.closed.remove(run) {
                 self.open.add(run);
             }
@@ -405,7 +438,8 @@ impl SlabState {
 
     /// Returns the number of records, and of cells that contain records or are quarantined.
     pub(super) fn used(&self) -> (usize, u32) {
-        (self.records.len(), self.geometry.cells - self.open.len() - self.closed.len())
+        let free = self.open.len() + self.closed.len() + self.flight.freed_cells();
+        (self.records.len(), self.geometry.cells - free)
     }
 
     /// Checks that every cell is free, in one record, or set aside. Returns a description of the first
@@ -413,7 +447,8 @@ impl SlabState {
     pub(super) fn check(&self) -> Result<(), String> {
         let mut cells = vec![0u8; self.geometry.cells as usize];
         let of_records = self.records.values().flat_map(|entry| entry.runs.iter().copied());
-        for run in self.open.runs().chain(self.closed.runs()).chain(of_records) {
+        let freed = self.flight.freed();
+        for run in self.open.runs().chain(self.closed.runs()).chain(freed).chain(of_records) {
             if !self.geometry.has(run) {
                 return Err(format!("{run:?} is outside the file"));
             }
@@ -470,9 +505,9 @@ mod tests {
         state.open = std::mem::take(&mut state.closed);
         for number in 1..=records {
             let account = AccountId::from_bits(u64::from(number) % tenants);
-            let runs = state.take(account, 100).unwrap();
+            let Taken { sequence, runs } = state.take(account, 100).unwrap();
             let note = RecordNote { account, ..RecordNote::default() };
-            let (sequence, payload, created, identity, uses) = (u64::from(number), 100, 0, 0, 0);
+            let (payload, created, identity, uses) = (100, 0, 0, 0);
             let (key, scope) = (key(number), key(0));
             state.insert(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
         }
@@ -500,7 +535,7 @@ mod tests {
                 state.touch(&key(number * number % 90));
             }
             let mut again = SlabState::new(geometry, PolicyKind::Lru, Some(key(0)));
-            again.restore(state.checkpoint(0));
+            again.restore(state.checkpoint(0).table);
             again.check().unwrap();
             assert_eq!(leaving(again), leaving(state), "{tenants} tenants");
         }
@@ -518,7 +553,7 @@ mod tests {
             // The last ones to be used are others.
             (11..=80).for_each(|number| assert!(state.touch(&key(number))));
             let mut again = SlabState::new(geometry, policy, Some(key(0)));
-            again.restore(state.checkpoint(0));
+            again.restore(state.checkpoint(0).table);
             let left = leaving(again);
             assert!(left[..60].iter().all(|key| !used.contains(key)), "{policy:?}");
         }
@@ -539,7 +574,7 @@ mod tests {
         // Records that are being written use the limit, too, and cannot leave.
         let taken = state.take(AccountId::from_bits(1), 6 * geometry.cell_bytes()).unwrap();
         assert_eq!(state.accounts.get(limited).records, 0);
-        assert_eq!(state.take(AccountId::from_bits(1), 100), Err(NoCells::NotYet));
+        assert_eq!(state.take(AccountId::from_bits(1), 100), Err(NoCells::InUse));
         state.give_back(limited, taken);
         state.check().unwrap();
         state.limit(limited, None);

@@ -1,31 +1,30 @@
 //! The threads that write records.
 //!
 //! Records are written in batches: first all payloads, then all headers, then one sync. Only then are they
-//! found. If no cells are open, a thread evicts records and writes a checkpoint first. No other thread has a
-//! batch at that time.
+//! found. If no cells are open, a thread evicts records and writes a checkpoint first. If that opens no cells, it waits
+//! for the batches of other threads, and tries again.
 
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use parking_lot::{RwLockReadGuard, RwLockWriteGuard};
+use parking_lot::RwLockWriteGuard;
 
 use super::geometry::Geometry;
 use super::open::write;
 use super::queue::batch_record;
-use super::state::NoCells;
+use super::state::{NoCells, Taken};
 use super::table::Listed;
-use super::{Group, Shared, SlabState};
+use super::{Group, Shared};
 use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, Window, run};
 use crate::record::{AccountId, CellRun, Header, Record};
 
 /// The largest request in bytes.
-pub(super) const REQUEST: usize = 256 << 10;
+pub(super) const REQUEST: usize = 512 << 10;
 
 /// A record with its place.
 struct Placed {
     record: Record,
-    runs: Vec<CellRun>,
-    sequence: u64,
+    taken: Taken,
     created: u64,
     /// The digest of the record's identity.
     identity: u64,
@@ -73,19 +72,22 @@ impl Shared {
                 }
                 let payload = record.payload_len();
                 let account = record.note.account;
-                let mut runs = self.state.lock().take(account, payload);
-                if matches!(runs, Err(NoCells::NotYet)) {
-                    // A checkpoint lists written records, and forgets the cells of others.
+                let mut taken = self.state.lock().take(account, payload);
+                if matches!(taken, Err(NoCells::Closed)) {
+                    taken = self.open_cells(account, payload);
+                }
+                if matches!(taken, Err(NoCells::Closed | NoCells::InUse)) {
+                    // Once nothing is being written, everything that nobody reads can leave.
                     self.write_batch(number, std::mem::take(&mut placed));
                     drop(writing);
-                    (runs, writing) = self.open_cells(account, payload);
+                    let alone = self.writing.write();
+                    taken = self.open_cells(account, payload);
+                    writing = RwLockWriteGuard::downgrade(alone);
                 }
-                match runs {
-                    Ok(runs) => {
-                        let mut state = self.state.lock();
-                        state.sequence += 1;
-                        let (sequence, created, identity) = (state.sequence, seconds(), record.id.digest());
-                        placed.push(Placed { record, runs, sequence, created, identity, digest: 0 });
+                match taken {
+                    Ok(taken) => {
+                        let (created, identity) = (seconds(), record.id.digest());
+                        placed.push(Placed { record, taken, created, identity, digest: 0 });
                     }
                     Err(reason) => self.drop_record(number, &record, reason),
                 }
@@ -105,30 +107,22 @@ impl Shared {
         self.count(|counts| match reason {
             NoCells::Refused => counts.write_errors += 1,
             // What was given up is counted already.
-            NoCells::NotYet | NoCells::NoRoom => counts.stores_dropped += u64::from(is_kept),
+            NoCells::Closed | NoCells::InUse | NoCells::NoRoom => counts.stores_dropped += u64::from(is_kept),
         });
     }
 
-    /// Takes cells for a payload after a checkpoint has opened some.
-    fn open_cells(
-        &self,
-        account: AccountId,
-        payload: usize,
-    ) -> (Result<Vec<CellRun>, NoCells>, RwLockReadGuard<'_, ()>) {
-        // Waits for the batches of other threads, so that the checkpoint lists them.
-        let alone = self.writing.write();
-        let open = || {
-            let taken = self.state.lock().take(account, payload);
-            if !matches!(taken, Err(NoCells::NotYet)) {
-                return taken;
-            }
-            if !self.state.lock().make_room(payload) {
-                return Err(NoCells::NoRoom);
-            }
-            self.checkpoint(payload).map_err(|_| NoCells::Refused)?;
-            self.state.lock().take(account, payload)
-        };
-        (open(), RwLockWriteGuard::downgrade(alone))
+    /// Takes cells for a payload, if necessary after a checkpoint that opens some. The caller takes cells for nothing else
+    /// in the meantime.
+    fn open_cells(&self, account: AccountId, payload: usize) -> Result<Taken, NoCells> {
+        let taken = self.state.lock().take(account, payload);
+        if !matches!(taken, Err(NoCells::Closed)) {
+            return taken;
+        }
+        if !self.state.lock().make_room(payload) {
+            return Err(NoCells::Closed);
+        }
+        self.checkpoint(payload).map_err(|_| NoCells::Refused)?;
+        self.state.lock().take(account, payload)
     }
 
     /// Writes the last checkpoint, after the threads that write have ended.
@@ -156,16 +150,16 @@ impl Shared {
         let mut queue = self.queue.lock();
         let is_kept = queue.settle(number, &records);
         let (mut orphans, mut used) = (0, Vec::new());
-        for Placed { record, runs, sequence, created, identity, .. } in batch {
+        for Placed { record, taken, created, identity, .. } in batch {
             let (payload, note) = (record.payload_len(), record.note);
             // The parent may have left while this record was written.
             let is_orphan = !state.has_parent(&note) && !queue.waits(note.parent);
             orphans += u64::from(is_orphan && is_kept);
             if written.is_ok() && is_kept && !is_orphan {
-                let (key, scope, uses) = (record.id.key, self.scope, 0);
+                let (key, scope, uses, Taken { sequence, runs }) = (record.id.key, self.scope, 0, taken);
                 state.insert(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
             } else {
-                state.give_back(Group::Own(note.account), runs);
+                state.give_back(Group::Own(note.account), taken);
             }
             used.extend(record.buffers);
         }
@@ -185,8 +179,8 @@ impl Shared {
 
     fn write_payloads(&self, batch: &mut [Placed]) -> io::Result<()> {
         let window = Window::new(&*self.io);
-        for Placed { record, runs, digest, .. } in batch {
-            let mut spans = spans(self.geometry, runs, record.payload_len()).into_iter();
+        for Placed { record, taken, digest, .. } in batch {
+            let mut spans = spans(self.geometry, &taken.runs, record.payload_len()).into_iter();
             let mut offset = 0;
             *digest = record.write_payload(|full| {
                 if let Some(full) = full {
@@ -202,7 +196,8 @@ impl Shared {
 
     fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
         let request = |placed: &Placed| {
-            let Placed { record, runs, sequence, created, identity, digest } = placed;
+            let Placed { record, taken, created, identity, digest } = placed;
+            let Taken { sequence, runs } = taken;
             let mut page = Pages::new(1);
             let header = Header {
                 sequence: *sequence,
@@ -232,12 +227,12 @@ impl Shared {
         })
     }
 
-    /// Writes a checkpoint that opens cells for a payload. The caller guarantees that no batch is being written.
+    /// Writes a checkpoint that opens cells for a payload. The caller guarantees that nobody takes cells in the meantime.
     fn checkpoint(&self, payload: usize) -> io::Result<()> {
-        let table = self.state.lock().checkpoint(payload);
-        write(&*self.io, self.geometry.table_offset(table.generation), table.pages())?;
+        let next = self.state.lock().checkpoint(payload);
+        write(&*self.io, self.geometry.table_offset(next.table.generation), next.table.pages())?;
         self.io.sync()?;
-        SlabState::opened(&mut self.state.lock(), &table);
+        self.state.lock().opened(&next);
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvcore::BlockKey;
-use kvtier::io::{Direction, IoEnd, IoRequest, OnEnd, Pages};
+use kvtier::io::{Direction, IoEnd, IoRequest, OnEnd, PAGE, Pages};
 use kvtier::{DiskIo, FileIo, IoWay, Slab, SlabConfig};
 use parking_lot::Mutex;
 
@@ -46,6 +46,9 @@ pub(crate) struct TestState {
     hanging: Option<Vec<(usize, IoRequest, OnEnd)>>,
     /// The number of writes and syncs after which all writes and syncs hang.
     pub(crate) hanging_after: Option<usize>,
+    /// The length of a write that hangs although later ones do not.
+    pub(crate) holding: Option<usize>,
+    held: Vec<(usize, IoRequest, OnEnd)>,
     /// The ends that the disk has not reported, if it is late.
     late: Option<Vec<(IoEnd, OnEnd)>>,
     writes: usize,
@@ -133,6 +136,30 @@ impl TestDisk {
         self.state().late.as_ref().map_or(0, Vec::len)
     }
 
+    /// Returns whether a write hangs although later ones did not.
+    pub(crate) fn holds(&self) -> bool {
+        !self.state().held.is_empty()
+    }
+
+    /// Answers a write that hangs although later ones did not.
+    pub(crate) fn release(&self) {
+        let held = std::mem::take(&mut self.state().held);
+        for (index, request, on_end) in held {
+            self.start(vec![request], Arc::new(move |end| on_end(IoEnd { index, ..end })));
+        }
+    }
+
+    /// Returns the bytes of a disk that answers.
+    pub(crate) fn image(&self) -> Vec<u8> {
+        let pages = Pages::new(self.size().unwrap() as usize / PAGE);
+        let (sender, read) = std::sync::mpsc::channel();
+        let request = IoRequest { direction: Direction::Read, offset: 0, pages };
+        self.below.start(vec![request], Arc::new(move |end| sender.send(end).unwrap()));
+        let end = read.recv().unwrap();
+        end.result.unwrap();
+        end.pages.bytes().to_vec()
+    }
+
     /// Answers the requests that hang, and lets those hang that are started in the meantime.
     pub(crate) fn hang_next(&self) {
         let hanging = self.state().hanging.replace(Vec::new()).unwrap_or_default();
@@ -165,6 +192,11 @@ impl DiskIo for TestDisk {
             if hangs || state.hanging.is_some() && state.hanging_after.is_none() {
                 let hanging = state.hanging.get_or_insert_default();
                 hanging.push((index, request, Arc::clone(&on_end)));
+                continue;
+            }
+            let len = request.pages.bytes().len();
+            if request.direction == Direction::Write && state.holding.take_if(|held| *held == len).is_some() {
+                state.held.push((index, request, Arc::clone(&on_end)));
                 continue;
             }
             let IoRequest { direction, offset, ref pages } = request;

@@ -130,13 +130,13 @@ fn main() {
     let bytes = blocks * RECORD;
     let turns = option("--turns", 15).max(1) as u32;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a folder");
-    let plain = Plain::new(&folder.path().join("plain"), bytes as u64);
+    let plain = Plain::new(&folder.path().join("plain"), bytes as u64, PROMPTS);
     let engine = Engine::new(folder.path(), blocks);
     let way = engine.link.slab.io_choice().map(|choice| choice.way).expect("a way of I/O");
     // The first turns write to places that were never written.
-    plain.write();
     let first = PROMPTS as u32 + 1;
     for turn in 0..first {
+        plain.write();
         engine.save(turn);
     }
     let mut seconds = [const { Vec::new() }; 5];

@@ -126,7 +126,7 @@ fn main() {
             eprintln!("SKIPPED {way}: {reason}");
             continue;
         }
-        let plain = Plain::new(&folder.path().join("plain"), bytes as u64);
+        let plain = Plain::new(&folder.path().join("plain"), bytes as u64, 1);
         let mut ours = Ours::new(folder.path(), way, records);
         // The first turns write to places that were never written.
         plain.write();

@@ -28,6 +28,7 @@ pub use eval::{
     Verdict, World, evaluate,
 };
 pub use workload::{
-    Arrival, ArrivalTimes, Popularity, RagReport, RagWorkload, SharedPrefix, Times, Traffic, TrafficReport,
-    TtftRow, TtftTarget, decoy_rows, disk_rows, play, serve, ttft_rows,
+    Arrival, ArrivalTimes, ClientReport, ClientTally, Popularity, RagReport, RagWorkload, SharedPrefix,
+    Times, Traffic, TrafficPrompts, TrafficReport, TtftRow, TtftTarget, cpu_seconds, decoy_rows, disk_rows,
+    play, serve, ttft_rows,
 };

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 use kvchunk::ComputeMode;
 use kvcore::KvFormat;
+use kvload::ServerUrl;
 
 use super::{
     BackendName, Positions, SleepArgs, WeightsFormat, at_least_one, backend, kv_format, mode, share,
@@ -68,6 +69,7 @@ Examples:
     kvc bench rag --size 8x1024 --document-tokens 512    eight layers of 1024, random weights
     kvc bench rag --zipf 1.2 --documents 500 --plot ttft.svg
     kvc bench rag --repetition 0.5 --system-changes 0.1 --json
+    kvc bench rag --http --size 8x1024 --document-tokens 512 --plot ttft.svg
 
 Without --zipf and --repetition, four workloads are run: one draws documents by Zipf's
 law; in the other three, 80, 50 and 10 % of the drawn documents were used before. With
@@ -129,8 +131,13 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "FOLDER")]
     pub(crate) disk: Option<PathBuf>,
 
-    /// Plot the time to first token of each request of the first workload, in order of arrival, to this SVG
-    /// file.
+    /// Measure something else: one prompt through a server in this process, with its documents found in the same
+    /// order and in others, beside a server with prefix caching alone.
+    #[arg(long, conflicts_with_all = ["requests", "documents", "zipf", "repetition", "system_changes", "disk", "chunk_sleep"])]
+    pub(crate) http: bool,
+
+    /// Plot the time to first token of each request to this SVG file: of the first workload, in order of
+    /// arrival, or with --http, of each server.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
@@ -148,6 +155,12 @@ Examples:
     kvc bench serve --model model.gguf --running 16            your own model, 16 answers at a time
     kvc bench serve --size 8x1024 --rate 2 --requests 200      two requests per second on average
     kvc bench serve --trace trace.jsonl --plot ttft.svg
+    kvc bench serve --size 8x1024 --http                       the engine alone, and through `kvc serve`
+    kvc bench serve --url http://127.0.0.1:8080 --vocabulary 32000    any server with /v1/completions
+
+With --http, a server answers the same requests at a free port of this machine, with a fresh
+engine. Both are measured --rounds times, in turn, and the medians are compared. Processor time
+includes the client's. With --url, options for the model and its engine have no effect.
 
 A trace has one JSON object per line: {\"at\": 0.25, \"prompt_tokens\": 300, \"answer_tokens\": 80}. Prompts
 are random tokens. Every answer has the requested number of tokens, even if the model would stop
@@ -183,8 +196,29 @@ pub(crate) struct ServeArgs {
     pub(crate) shared_prefix: usize,
 
     /// Compute the shared prefix first, and keep it cached even when requests need its memory.
-    #[arg(long, requires = "shared_prefix")]
+    #[arg(long, requires = "shared_prefix", conflicts_with_all = ["http", "url"])]
     pub(crate) pin: bool,
+
+    /// Also send the requests over HTTP to a server in this process, and compare the times with those of the
+    /// engine alone.
+    #[arg(long)]
+    pub(crate) http: bool,
+
+    /// Number of measurements of the engine alone and of the server, in turn.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = at_least_one, requires = "http")]
+    pub(crate) rounds: usize,
+
+    /// Send the requests to this server, and measure nothing else.
+    #[arg(long, value_name = "URL", conflicts_with_all = ["http", "model", "size"])]
+    pub(crate) url: Option<ServerUrl>,
+
+    /// Name of the model in requests to --url. Default: the first name in its /v1/models.
+    #[arg(long, value_name = "NAME", requires = "url")]
+    pub(crate) model_name: Option<String>,
+
+    /// Number of tokens to draw prompts from for --url: those with smaller numbers.
+    #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..), requires = "url")]
+    pub(crate) vocabulary: u32,
 
     /// Maximum number of answers that run at once.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]

@@ -7,7 +7,7 @@ use kvchunk::{ChunkCacheConfig, ReuseCell};
 use kvcore::Backend;
 use kvengine::{Engine, EngineConfig};
 use kvlab::{Popularity, RagReport, RagWorkload, TtftRow, decoy_rows, disk_rows, ttft_rows};
-use kvmodel::{Model, ModelConfig, ModelDirectory, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, ModelDirectory, TextCodec, WeightFormat, Weights};
 use serde::Serialize;
 
 use crate::args::{BenchArgs, BenchKind, MeasuredArgs, RagArgs};
@@ -17,8 +17,10 @@ use crate::plot::result_file;
 use crate::progress::{bar, counting};
 use crate::{backend, load, memory, report};
 
+mod found;
 mod serve;
 mod show;
+mod words;
 
 /// The size of the file on the disk that is measured, in bytes.
 const DISK_LIMIT: u64 = 2 << 30;
@@ -39,22 +41,25 @@ pub(crate) fn bench(args: &BenchArgs) -> Result<()> {
 
 fn rag(args: &RagArgs) -> Result<()> {
     let plot = args.plot.as_deref().map(result_file).transpose()?;
+    if args.http {
+        return found::found(args, plot);
+    }
     let cell = ReuseCell { mode: args.chunks, strategy: args.positions.into() };
     let mut reports = Vec::new();
     for popularity in popularities(args) {
         let workload = workload(args, popularity);
         workload.check()?;
-        let mut engine = engine(args)?;
+        let (mut engine, _) = engine(args)?;
         let bar = bar("requests", "{pos}/{len} {eta}", !args.json);
         let mut progress = counting(&bar);
         reports.push(kvlab::serve(&mut engine, &workload, cell, &mut progress)?);
         bar.finish_and_clear();
     }
     let (per_request, length) = (args.per_request, args.document_tokens);
-    let mut ttft = ttft_rows(&mut engine(args)?, per_request, length, cell)?;
-    ttft.extend(decoy_rows(&mut engine(args)?, args.chunks, per_request, length)?);
+    let mut ttft = ttft_rows(&mut engine(args)?.0, per_request, length, cell)?;
+    ttft.extend(decoy_rows(&mut engine(args)?.0, args.chunks, per_request, length)?);
     if let Some(folder) = &args.disk {
-        ttft.extend(disk_rows(&mut engine(args)?, folder, DISK_LIMIT, (per_request, length), cell)?);
+        ttft.extend(disk_rows(&mut engine(args)?.0, folder, DISK_LIMIT, (per_request, length), cell)?);
     }
     let out = &mut std::io::stdout().lock();
     if args.json {
@@ -96,8 +101,8 @@ fn workload(args: &RagArgs, popularity: Popularity) -> RagWorkload {
     }
 }
 
-fn engine(args: &RagArgs) -> Result<Engine> {
-    let (model, tokenizer, backend) = open(&args.on)?;
+fn engine(args: &RagArgs) -> Result<(Engine, TextCodec)> {
+    let (model, codec, backend) = open(&args.on)?;
     let chunks = ChunkCacheConfig { memory_share: args.memory_share, ..ChunkCacheConfig::default() };
     let config = EngineConfig {
         kv_format: args.on.dtype,
@@ -106,7 +111,7 @@ fn engine(args: &RagArgs) -> Result<Engine> {
         chunk_sleep: args.sleep.config(),
         ..EngineConfig::default()
     };
-    Ok(Engine::new(model, backend, &tokenizer, &config)?)
+    Ok((Engine::new(model, backend, codec.digest(), &config)?, codec))
 }
 
 /// Returns the bytes of the weights of a model for benchmarks. While the model is built, its largest weight exists
@@ -124,15 +129,16 @@ fn weight_bytes(config: &ModelConfig, format: WeightFormat) -> u64 {
 }
 
 /// Opens a backend, and loads a model on it or creates a model of the given size with random weights.
-/// Also returns the tokenizer's digest.
-fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
+/// Also returns its tokenizer.
+fn open(args: &MeasuredArgs) -> Result<(Model, TextCodec, Arc<dyn Backend>)> {
     let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
     if let Some((layers, width)) = args.size {
         let (config, format) = (ModelConfig::benchmark(layers, width)?, load::format(args.weights).0);
         memory::check_room((layers, width), weight_bytes(&config, format))?;
+        let vocabulary = config.vocab_size;
         let model = Model::with_dense(config, Weights::random(1), format, dense)?;
-        return Ok((model, [0; 32], backend));
+        return Ok((model, words::codec(vocabulary)?, backend));
     }
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;
-    Ok((model, *codec.digest(), backend))
+    Ok((model, codec, backend))
 }

@@ -10,8 +10,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, Assembler, Assembly, BeganFetch, ChunkReport, Findings, MissReason, PositionPlan,
-    PositionReindexer, TenantKeys, TierFetch,
+    AssembledPrompt, Assembler, Assembly, BeganFetch, ChunkReport, Findings, MissReason, PinnedParts,
+    PositionPlan, PositionReindexer, TenantKeys, TierFetch,
 };
 use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
 use kvmodel::{AttentionMass, Observer};
@@ -279,6 +279,13 @@ impl LivePrompt {
         let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(false) };
         let reindexer = PositionReindexer::for_layers(&self.ropes);
         Ok(assembler(runner, request, self.keys, &reindexer)?.is_saved(prompt, plan)?)
+    }
+
+    /// Pins the prompt's parts that are in the caches. Returns `None` for an ordinary prompt.
+    pub(crate) fn pin(&self, runner: &Runner, request: &Request) -> Result<Option<PinnedParts>> {
+        let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(None) };
+        let reindexer = PositionReindexer::for_layers(&self.ropes);
+        Ok(Some(assembler(runner, request, self.keys, &reindexer)?.pin(prompt, plan)?))
     }
 
     /// Gives the prompt's parts that are in the caches to `each`, as records. Returns the number of tokens in other

@@ -174,7 +174,7 @@ impl Runner {
         };
         let block_size = cache.kv_pool().block_size();
         let keys = PromptKeys::new(*keys.root(), tokens, block_size);
-        Ok(PinnedPrompt::new(cache.pool().lookup_chain(keys.keys()).pin(), block_size))
+        Ok(PinnedPrompt::start(cache.pool().lookup_chain(keys.keys()).pin(), block_size))
     }
 
     /// Copies blocks within the arena.

@@ -44,5 +44,5 @@ pub use portable::{RestoredPrompt, SavedPrompt};
 pub(crate) use portable::{restore_prompt, save_prompt};
 pub(crate) use scheduler::Scheduler;
 pub use scheduler::{Step, StepTimes};
-pub(crate) use submit::is_saved;
+pub(crate) use submit::{is_saved, pin};
 pub use swap::PreemptionCosts;

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-use kvchunk::PositionPlan;
+use kvchunk::{PositionPlan, TenantKeys};
 use kvcore::{CacheKind, GroupKind};
 
 use super::answer::{self, Answer, RequestId};
@@ -16,7 +16,7 @@ use crate::constraint::{ConstraintState, ConstraintWorkers};
 use crate::error::{Error, Result};
 use crate::prompt::LivePrompt;
 use crate::request::Request;
-use crate::runner::Runner;
+use crate::runner::{PinnedPrompt, Runner};
 use crate::sampling::Sampler;
 
 impl Scheduler {
@@ -99,11 +99,25 @@ impl Scheduler {
 
 /// Returns whether the disk has everything that it can store for a prompt in parts.
 pub(crate) fn is_saved(runner: &Runner, request: &Request) -> Result<bool> {
+    prompt_of(runner, request)?.0.is_saved(runner, request)
+}
+
+/// Pins the cached parts of a prompt.
+pub(crate) fn pin(runner: &Runner, request: &Request) -> Result<PinnedPrompt> {
+    let (prompt, keys, tokens) = prompt_of(runner, request)?;
+    match prompt.pin(runner, request)? {
+        Some(parts) => Ok(PinnedPrompt::parts(parts, runner.caches.sequences.block_size())),
+        None => runner.pin(&keys, &tokens),
+    }
+}
+
+/// Returns the prompt of a request that is not submitted, its keys, and the tokens of its own sequence.
+fn prompt_of(runner: &Runner, request: &Request) -> Result<(LivePrompt, TenantKeys, Vec<u32>)> {
     let (tokens, plan) = own_tokens(runner, request)?;
     let end = plan.as_ref().map_or(tokens.len(), |plan| plan.end);
     let ropes = runner.ropes(end, request.max_new_tokens)?;
     let keys = runner.keys(request.owner(), &ropes)?;
-    LivePrompt::new(ropes, keys, plan).is_saved(runner, request)
+    Ok((LivePrompt::new(ropes, keys, plan), keys, tokens))
 }
 
 /// Checks the settings of a request against each other, the model and the caches.

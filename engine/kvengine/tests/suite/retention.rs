@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
+use kvchunk::ChunkedPrompt;
 use kvcore::{PolicyKind, Retention};
 use kvengine::{Engine, EngineConfig, PromptTokens, Request};
 
@@ -72,4 +73,39 @@ fn a_pinned_prompt_outlives_later_ones_until_its_claim_is_dropped() {
         assert_eq!(ask(&mut engine, 1, None), 0, "{policy:?}");
         engine.check_invariants().unwrap();
     }
+}
+
+#[test]
+fn pinned_documents_outlive_later_ones_until_their_claim_is_dropped() {
+    let room = 8;
+    let mut config = EngineConfig { block_size: 4, ..EngineConfig::default() };
+    (config.kv_memory, config.chunks.memory_share) = (Some(1 << 20), 0.5);
+    let probe = Engine::new(load_model("llama"), CpuBackend::new(), b"t", &config).unwrap();
+    config.kv_memory = Some(2 * room * probe.cache().arena().layout().block_bytes());
+    let mut engine = Engine::new(load_model("llama"), CpuBackend::new(), b"t", &config).unwrap();
+    let document = |first: u32| (0..12).map(|i| 3 + (first * 7 + i * i) % 40).collect::<Vec<u32>>();
+    let request = |first: u32| {
+        let prompt = ChunkedPrompt::new(vec![1, 2, 3, 4], vec![document(first)], vec![5, 6]).unwrap();
+        Request { max_new_tokens: 1, ..Request::new(PromptTokens::Chunked(prompt.into())) }
+    };
+    let found = |engine: &mut Engine, first| {
+        let answer = engine.generate(&request(first), &mut ()).unwrap();
+        if answer.chunks[0].hit { answer.chunks[0].tokens } else { 0 }
+    };
+    assert_eq!(engine.pin(&request(1)).unwrap().document_tokens(), 0, "nothing is cached");
+    assert_eq!(found(&mut engine, 1), 0);
+    let pinned = engine.pin(&request(1)).unwrap();
+    assert_eq!((pinned.tokens(), pinned.document_tokens(), pinned.document_blocks()), (4, 12, 3));
+    // Each has three of eight blocks, so that the first of three would leave.
+    for other in 2..6 {
+        assert_eq!(found(&mut engine, other), 0);
+    }
+    assert_eq!(found(&mut engine, 1), 12);
+    engine.check_invariants().unwrap();
+    drop(pinned);
+    for other in 2..6 {
+        found(&mut engine, other);
+    }
+    assert_eq!(found(&mut engine, 1), 0);
+    engine.check_invariants().unwrap();
 }

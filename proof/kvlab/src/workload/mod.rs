@@ -11,12 +11,14 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 
+mod client;
 mod decoys;
 mod disk;
 mod serve;
 mod traffic;
 mod ttft;
 
+pub use client::{ClientReport, ClientTally, TrafficPrompts, cpu_seconds};
 pub use decoys::decoy_rows;
 pub use disk::disk_rows;
 pub use serve::{ArrivalTimes, RagReport, Times, serve};

@@ -7,7 +7,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
 
-use super::Times;
+use super::{ClientReport, ClientTally, TrafficPrompts, cpu_seconds};
 use crate::error::{Error, Result};
 
 /// A request in a trace. Its prompt is drawn at random, and its answer has exactly the given number of
@@ -100,34 +100,9 @@ pub struct SharedPrefix {
 /// Times and counts for a trace that an engine has answered.
 #[derive(Debug, Clone, Serialize)]
 pub struct TrafficReport {
-    /// The number of requests.
-    pub requests: usize,
-    /// The number of requests that ended with an error.
-    pub failed: usize,
-    /// The error of the first such request.
-    pub first_failure: Option<String>,
-    /// The number of answers that ended early because they outgrew the pool.
-    pub shortened: usize,
-    /// The total number of prompt tokens.
-    pub prompt_tokens: usize,
-    /// The number of prompt tokens whose keys and values were found in the cache.
-    pub cached_tokens: usize,
-    /// The total number of answer tokens.
-    pub answer_tokens: usize,
-    /// Seconds from the start to the last token.
-    pub seconds: f64,
-    /// Processor time in seconds, over all threads, if the system reports it.
-    pub cpu_seconds: Option<f64>,
-    /// Answer tokens per second.
-    pub answer_tokens_per_second: f64,
-    /// Prompt and answer tokens per second.
-    pub tokens_per_second: f64,
-    /// Times from arrival to the first token.
-    pub ttft: Times,
-    /// Times between successive tokens of an answer.
-    pub between_tokens: Times,
-    /// Times from arrival to the last token.
-    pub whole: Times,
+    /// The times and counts that a client sees.
+    #[serde(flatten)]
+    pub client: ClientReport,
     /// The number of forward passes.
     pub steps: usize,
     /// The mean number of tokens per pass.
@@ -138,8 +113,6 @@ pub struct TrafficReport {
     pub preemptions: u64,
     /// The number of preemptions that moved the request's blocks to host memory.
     pub swaps: u64,
-    /// Times to first token in milliseconds, in order of arrival, of the requests that got a token.
-    pub ttft_ms: Vec<f64>,
 }
 
 /// A request that is being answered.
@@ -152,27 +125,14 @@ struct Asked {
 }
 
 /// The times and counts of a trace so far.
-#[derive(Default)]
 struct Tally {
-    /// Times between successive tokens of an answer.
-    between: Vec<Duration>,
-    /// Times from arrival to the last token.
-    whole: Vec<Duration>,
-    answer_tokens: usize,
-    cached_tokens: usize,
-    shortened: usize,
-    failed: usize,
+    client: ClientTally,
     first_failure: Option<kvengine::Error>,
 }
 
 impl Tally {
-    /// Returns the number of requests that have ended.
-    fn ended(&self) -> usize {
-        self.whole.len() + self.failed
-    }
-
     fn fail(&mut self, error: kvengine::Error) {
-        self.failed += 1;
+        self.client.failed += 1;
         self.first_failure.get_or_insert(error);
     }
 
@@ -181,17 +141,17 @@ impl Tally {
         while let Some(event) = request.answer.as_mut().and_then(Answer::try_next) {
             match event {
                 Ok(AnswerEvent::Token { .. }) => {
-                    self.answer_tokens += 1;
+                    self.client.answer_tokens += 1;
                     if request.first.is_some() {
-                        self.between.push(now.saturating_sub(request.last));
+                        self.client.between.push(now.saturating_sub(request.last));
                     }
                     request.first.get_or_insert(now.saturating_sub(request.at));
                     request.last = now;
                 }
                 Ok(AnswerEvent::End { generation, .. }) => {
-                    self.cached_tokens += generation.cached_tokens;
-                    self.shortened += usize::from(generation.tokens.len() < arrival.answer_tokens);
-                    self.whole.push(now.saturating_sub(request.at));
+                    self.client.cached_tokens += generation.cached_tokens;
+                    self.client.shortened += usize::from(generation.tokens.len() < arrival.answer_tokens);
+                    self.client.whole.push(now.saturating_sub(request.at));
                 }
                 Err(error) => {
                     self.fail(error);
@@ -220,25 +180,25 @@ pub fn play(
     let (vocabulary, limit) =
         (engine.model().config().vocab_size as u32, engine.model().config().max_positions);
     super::check_counts(&[("tokens of the shared prefix", shared.tokens, limit)])?;
-    let mut rng = StdRng::seed_from_u64(seed);
-    let prefix: Vec<u32> = (0..shared.tokens).map(|_| rng.random_range(0..vocabulary)).collect();
+    let mut prompts = TrafficPrompts::new(vocabulary, shared.tokens, seed);
     let pinned = (shared.pinned && shared.tokens > 0).then(|| {
-        let alone = Request { max_new_tokens: 1, ..Request::new(PromptTokens::Plain(prefix.clone())) };
+        let alone =
+            Request { max_new_tokens: 1, ..Request::new(PromptTokens::Plain(prompts.prefix().to_vec())) };
         engine.generate(&alone, &mut ())?;
         engine.pin(&alone)
     });
     let _pinned = pinned.transpose()?;
     let mut request = |arrival: &Arrival| {
-        let own = (0..arrival.prompt_tokens).map(|_| rng.random_range(0..vocabulary));
-        let prompt = prefix.iter().copied().chain(own).collect();
+        let prompt = prompts.draw(arrival);
         let max_new_tokens = arrival.answer_tokens;
         Request { max_new_tokens, ignore_end: true, ..Request::new(PromptTokens::Plain(prompt)) }
     };
     let (cpu, before, started) = (cpu_seconds(), engine.step_times(), Instant::now());
     let mut asked: Vec<Asked> = Vec::with_capacity(trace.len());
-    let (mut tally, mut steps, mut computed) = (Tally::default(), 0, 0);
+    let mut tally = Tally { client: ClientTally::new(trace, shared.tokens), first_failure: None };
+    let (mut steps, mut computed) = (0, 0);
     let mut last = Step::default();
-    while tally.ended() < trace.len() {
+    while tally.client.ended() < trace.len() {
         let now = started.elapsed();
         while let Some(arrival) = trace.get(asked.len()) {
             let at = Duration::try_from_secs_f64(arrival.at).unwrap_or_default();
@@ -262,57 +222,34 @@ pub fn play(
         computed += step.tokens;
         last = step;
         let now = started.elapsed();
-        let ended = tally.ended();
+        let ended = tally.client.ended();
         for (request, arrival) in asked.iter_mut().zip(trace) {
             tally.read(request, arrival, now);
         }
-        if tally.ended() > ended {
-            progress(tally.ended(), trace.len());
+        if tally.client.ended() > ended {
+            progress(tally.client.ended(), trace.len());
         }
     }
-    if let Some(error) = tally.first_failure.take_if(|_| tally.whole.is_empty()) {
+    if let Some(error) = tally.first_failure.take_if(|_| tally.client.whole.is_empty()) {
         return Err(error.into());
     }
-    let ttft: Vec<Duration> = asked.iter().filter_map(|request| request.first).collect();
+    let mut client = tally.client;
+    client.ttft = asked.iter().filter_map(|request| request.first).collect();
+    client.first_failure = tally.first_failure.map(|error| error.to_string());
     let seconds = started.elapsed().as_secs_f64();
     let after = engine.step_times();
     let spent = |of: fn(&StepTimes) -> Duration| of(&after).saturating_sub(of(&before)).as_secs_f64();
     let (own, model) = (spent(|times| times.engine), spent(|times| times.model));
     let engine_share = own / (own + model).max(f64::MIN_POSITIVE);
-    let prompt_tokens = trace.iter().map(|arrival| shared.tokens.saturating_add(arrival.prompt_tokens));
-    let prompt_tokens = prompt_tokens.fold(0, usize::saturating_add);
+    let cpu_seconds = cpu.zip(cpu_seconds()).map(|(before, after)| after - before);
     Ok(TrafficReport {
-        requests: trace.len(),
-        failed: tally.failed,
-        first_failure: tally.first_failure.map(|error| error.to_string()),
-        shortened: tally.shortened,
-        prompt_tokens,
-        cached_tokens: tally.cached_tokens,
-        answer_tokens: tally.answer_tokens,
-        seconds,
-        cpu_seconds: cpu.zip(cpu_seconds()).map(|(before, after)| after - before),
-        answer_tokens_per_second: tally.answer_tokens as f64 / seconds,
-        tokens_per_second: prompt_tokens.saturating_add(tally.answer_tokens) as f64 / seconds,
-        ttft: Times::of(&ttft),
-        between_tokens: Times::of(&tally.between),
-        whole: Times::of(&tally.whole),
+        client: client.report(seconds, cpu_seconds),
         steps,
         engine_share,
         tokens_per_step: computed as f64 / steps.max(1) as f64,
         preemptions: last.preemptions,
         swaps: last.swaps,
-        ttft_ms: ttft.iter().map(|time| time.as_secs_f64() * 1e3).collect(),
     })
-}
-
-/// Returns this process's processor time in seconds. Linux counts it in hundredths of a second.
-fn cpu_seconds() -> Option<f64> {
-    let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The program's name, in brackets, may contain spaces.
-    let rest = stat.rsplit_once(')')?.1;
-    let mut fields = rest.split_whitespace().skip(11);
-    let (user, system): (f64, f64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
-    Some((user + system) / 100.0)
 }
 
 #[cfg(test)]
@@ -340,15 +277,5 @@ mod tests {
         ] {
             assert!(matches!(wrong.draw(), Err(Error::Workload(_))));
         }
-    }
-
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn processor_time_grows_with_work() {
-        let before = cpu_seconds().unwrap();
-        // Reading the file fifty thousand times takes longer than a hundredth of a second, the unit of the
-        // count.
-        let grown = (0..50_000).any(|_| cpu_seconds().unwrap() > before);
-        assert!(grown);
     }
 }

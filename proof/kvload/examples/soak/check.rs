@@ -1,0 +1,158 @@
+//! Checkpoints: while no request is sent, nothing is held, all threads live, and fixed requests have their answers.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use kvserve::Server;
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+
+use crate::requests::{Dialect, add_documents, asked};
+use crate::served::KEYS;
+use crate::state::State;
+use crate::tally::Tally;
+use crate::users::Place;
+
+/// The number of fixed requests: with and without documents in each dialect.
+pub(crate) const FIXED: usize = 2 * Dialect::ALL.len();
+
+/// The time after the end of the traffic in which everything must have been given back.
+const GIVEN_BACK: Duration = Duration::from_secs(10);
+
+/// The threads that must live, with their number. Names in the system have up to 15 bytes.
+const THREADS: [(&str, usize); 2] = [("kv-engine", 1), ("kv-serve", 2)];
+
+/// The first answers to the fixed requests.
+#[derive(Debug, Default)]
+pub(crate) struct FixedAnswers(Mutex<[Option<String>; FIXED]>);
+
+impl FixedAnswers {
+    /// Returns a fixed request.
+    pub(crate) fn request(fixed: usize) -> (Dialect, Value) {
+        let dialect = Dialect::ALL[fixed % Dialect::ALL.len()];
+        let mut body = asked(dialect, "alba ?", 8);
+        body["temperature"] = json!(0);
+        if fixed >= Dialect::ALL.len() {
+            add_documents(dialect, &mut body, &[3, 1, 2]);
+        }
+        (dialect, body)
+    }
+
+    /// Remembers the first answer. Returns it if this one differs.
+    pub(crate) fn differs(&self, fixed: usize, text: &str) -> Option<String> {
+        let mut answers = self.0.lock();
+        let first = answers[fixed].get_or_insert_with(|| text.to_owned());
+        (first != text).then(|| first.clone())
+    }
+}
+
+/// What checkpoints have measured.
+#[derive(Debug, Default)]
+pub(crate) struct Checkpoints {
+    /// The resident memory at each checkpoint, in bytes.
+    resident: Vec<u64>,
+    /// The most threads.
+    threads: usize,
+}
+
+impl Checkpoints {
+    /// Checks the server while there is no traffic.
+    pub(crate) fn check(
+        &mut self,
+        runtime: &Runtime,
+        server: &Server,
+        place: &Place,
+    ) -> Result<(), Box<dyn std::error::Error>> {
+        let place = place.with_key(KEYS[0].0);
+        runtime.block_on(async {
+            for fixed in 0..FIXED {
+                place.ask_fixed(fixed).await;
+            }
+        });
+        let until = Instant::now() + GIVEN_BACK;
+        let held = loop {
+            let held = held(server);
+            if held.is_ok() || Instant::now() > until {
+                break held;
+            }
+            // The runtime reads the ends of connections that clients have left.
+            runtime.block_on(async { tokio::time::sleep(Duration::from_millis(10)).await });
+        };
+        if let Err(held) = held {
+            place.tally.violation(format!("{GIVEN_BACK:?} after the traffic: {held}"));
+        }
+        let threads = threads()?;
+        for (name, number) in THREADS {
+            let alive = threads.get(name).copied().unwrap_or(0);
+            if alive < number {
+                place.tally.violation(format!("{alive} threads {name} live instead of {number}"));
+            }
+        }
+        self.threads = self.threads.max(threads.values().sum());
+        self.resident.push(resident()?);
+        Ok(())
+    }
+
+    /// Judges the memory by a bound on its growth in bytes, after a warm-up of a third of the run: caches fill, and memory
+    /// that was given back lies between connections that are open.
+    pub(crate) fn judge(&self, most: u64, tally: &Tally) {
+        let warm_up = (self.resident.len() / 3).max(1);
+        let (Some(warm), Some(last)) = (self.resident.get(warm_up), self.resident.last()) else { return };
+        if last.saturating_sub(*warm) > most {
+            tally.violation(format!("the process grew from {} to {}", mib(*warm), mib(*last)));
+        }
+    }
+
+    pub(crate) fn print(&self, state: &State, growth: u64) {
+        let every = self.resident.len().div_ceil(10).max(1);
+        let shown: Vec<String> =
+            self.resident.iter().step_by(every).chain(self.resident.last()).map(|&b| mib(b)).collect();
+        println!(
+            "{:.0} seconds of traffic, {} checkpoints, up to {} threads\n\
+             resident memory from the first checkpoint to the last: {}; it may grow by {growth} MiB after the first third",
+            state.seconds,
+            self.resident.len(),
+            self.threads,
+            shown.join(", "),
+        );
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Checks that all blocks are free or cached, and that no request runs.
+fn held(server: &Server) -> Result<(), String> {
+    let report = server.with_engine(|engine| engine.check_invariants().map(|()| engine.report()));
+    let report = report.ok_or("the engine does not answer")??;
+    for (name, counts) in [("main", report.main), ("documents", report.chunks)] {
+        let Some(counts) = counts else { continue };
+        if counts.total != counts.free + counts.cached || counts.mutable + counts.shared > 0 {
+            return Err(format!("blocks of the pool {name} are held: {counts:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the number of threads of this process by their names.
+fn threads() -> std::io::Result<BTreeMap<String, usize>> {
+    let mut names = BTreeMap::new();
+    for thread in std::fs::read_dir("/proc/self/task")? {
+        // A thread may end while it is counted.
+        if let Ok(name) = std::fs::read_to_string(thread?.path().join("comm")) {
+            *names.entry(name.trim().to_owned()).or_default() += 1;
+        }
+    }
+    Ok(names)
+}
+
+/// Returns the resident memory of this process in bytes.
+fn resident() -> std::io::Result<u64> {
+    let text = std::fs::read_to_string("/proc/self/status")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.map(|kib| kib << 10)
+        .ok_or_else(|| std::io::Error::other("the system does not tell the resident memory"))
+}
