@@ -20,25 +20,30 @@ mod common;
 struct Serving {
     child: Child,
     log: BufReader<ChildStderr>,
+    /// The log before the line with the address.
+    before: String,
     address: String,
 }
 
 impl Serving {
     /// Starts a server on a free port, and waits until it listens.
     fn start(args: &[&str]) -> Self {
-        let all = [&["serve", "--port", "0"], args].concat();
-        let command = Command::new(env!("CARGO_BIN_EXE_kvc"))
-            .args(all)
-            .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_kvc"));
+        command.args([&["serve", "--port", "0"], args].concat());
+        Self::of(command)
+    }
+
+    /// Starts a server with a command, and waits until it listens.
+    fn of(mut command: Command) -> Self {
+        let command = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn();
         let mut child = command.unwrap();
         let log = BufReader::new(child.stderr.take().unwrap());
-        let mut serving = Self { child, log, address: String::new() };
+        let mut serving = Self { child, log, before: String::new(), address: String::new() };
         let mut line = String::new();
         while serving.address.is_empty() {
             line.clear();
             assert!(serving.log.read_line(&mut line).unwrap() > 0, "the server ended");
+            serving.before += &line;
             if let Some(address) = line.trim().strip_prefix("listening on http://") {
                 address.trim_end_matches("/v1").clone_into(&mut serving.address);
             }
@@ -53,7 +58,7 @@ impl Serving {
         let length = body.len();
         write!(
             stream,
-            "{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{headers}content-type: application/json\r\n\
+            "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}content-type: application/json\r\n\
              content-length: {length}\r\n\r\n{body}"
         )
         .unwrap();
@@ -113,7 +118,7 @@ fn a_server_answers_until_it_is_told_to_end() {
             json!({"prompt": "alba", "max_tokens": 1500, "ignore_eos": true, "stream": true}).to_string();
         let mut running = TcpStream::connect(&server.address).unwrap();
         let length = body.len();
-        write!(running, "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+        write!(running, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
         let mut first = [0; 16];
         running.read_exact(&mut first).unwrap();
         server.signal(signal);
@@ -127,13 +132,59 @@ fn a_server_answers_until_it_is_told_to_end() {
 }
 
 #[test]
+fn a_server_raises_the_limit_on_open_files_or_says_that_it_cannot() {
+    let connections = 300;
+    let limited = |limit: &str| {
+        let mut command = Command::new("sh");
+        let script = format!("ulimit {limit} 150 && exec \"$0\" serve --port 0");
+        command.args(["-c", &script, env!("CARGO_BIN_EXE_kvc")]);
+        Serving::of(command)
+    };
+    // A soft limit may be raised.
+    let server = limited("-Sn");
+    let idle: Vec<TcpStream> =
+        (0..connections).map(|_| TcpStream::connect(&server.address).unwrap()).collect();
+    server.chat("", &question());
+    drop(idle);
+    // A hard limit may not.
+    let server = limited("-n");
+    server.chat("", &question());
+    server.signal(Signal::TERM);
+    // The line about it stands before the one with the address.
+    assert!(server.before.contains("leaves room for fewer connections"), "{}", server.before);
+}
+
+#[test]
+fn the_log_names_a_request_also_when_its_answer_ends() {
+    let server = Serving::start(&[]);
+    let mut streamed = question();
+    streamed["stream"] = json!(true);
+    for (id, body) in [("whole-1", question()), ("stream-1", streamed)] {
+        let (status, text) = server.send(
+            "POST",
+            "/v1/chat/completions",
+            &format!("x-request-id: {id}\r\n"),
+            &body.to_string(),
+        );
+        assert_eq!(status, 200, "{text}");
+    }
+    server.signal(Signal::TERM);
+    let (_, log) = server.ended();
+    for id in ["whole-1", "stream-1"] {
+        let ended = log.lines().find(|line| line.contains(id) && line.contains("ended"));
+        let ended = ended.unwrap_or_else(|| panic!("{id} in {log}"));
+        assert!(ended.contains("tokens=") && ended.contains("reason=\"stop\""), "{ended}");
+    }
+}
+
+#[test]
 fn a_second_signal_ends_running_answers_with_a_reason() {
     let server = Serving::start(&[]);
     let body = json!({"prompt": "alba", "max_tokens": 2000, "n": 100, "ignore_eos": true, "stream": true})
         .to_string();
     let mut running = TcpStream::connect(&server.address).unwrap();
     let length = body.len();
-    write!(running, "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
+    write!(running, "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}").unwrap();
     let mut first = [0; 16];
     running.read_exact(&mut first).unwrap();
     let started = Instant::now();

@@ -1,9 +1,11 @@
 //! Registered documents that wait to be computed, one after another, while nobody else wants the engine.
 
 use std::collections::VecDeque;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use parking_lot::Mutex;
 
 use crate::refusal::{Kind, Refusal};
@@ -106,7 +108,8 @@ impl Service {
                     }
                 };
                 let _ = tokio::time::timeout(PATIENCE, idle).await;
-                compute(Arc::clone(&service), job).await;
+                // What waits behind a job that panics is computed all the same.
+                let _ = AssertUnwindSafe(compute(Arc::clone(&service), job)).catch_unwind().await;
             }
         });
     }

@@ -1,5 +1,6 @@
 //! Turns the prompt of a request into tokens: finds its documents, and puts them where they are found again.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use kvchunk::Error as ChunkError;
@@ -49,7 +50,7 @@ struct Cut {
 pub(crate) fn build(
     codec: &TextCodec,
     prompt: AskedPrompt,
-    documents: Documents,
+    documents: &Documents,
     library: Option<&SharedLibrary>,
     context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
@@ -105,7 +106,7 @@ impl BuiltPrompt {
 fn of_text(
     codec: &TextCodec,
     text: String,
-    documents: Documents,
+    documents: &Documents,
     library: Option<&SharedLibrary>,
     context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
@@ -115,7 +116,7 @@ fn of_text(
             None => (text, Vec::new(), String::new()),
         },
         None if documents.given.is_empty() => (text, Vec::new(), String::new()),
-        None => (String::new(), written(&documents.given), text),
+        None => (String::new(), written(documents.given.to_vec()), text),
     };
     if documents.is_empty() {
         return BuiltPrompt::around(codec, &format!("{system}{question}"), true, library);
@@ -134,7 +135,7 @@ fn of_text(
 fn of_conversation(
     codec: &TextCodec,
     mut messages: Vec<Message>,
-    documents: Documents,
+    documents: &Documents,
     library: Option<&SharedLibrary>,
     context: usize,
 ) -> Result<BuiltPrompt, Refusal> {
@@ -173,7 +174,7 @@ const NO_SYSTEM: &str = "no_system_prompt";
 const TEMPLATE: &str = "template";
 
 /// Takes the documents out of a conversation.
-fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
+fn cut(messages: &mut [Message], documents: &Documents) -> Result<Cut, Refusal> {
     let is_users = |message: &Message| message.role() == Role::User;
     if let Some(separator) = &documents.separator {
         for (number, message) in messages.iter_mut().enumerate().filter(|(_, message)| is_users(message)) {
@@ -207,17 +208,18 @@ fn cut(messages: &mut [Message], documents: Documents) -> Result<Cut, Refusal> {
         let reason = "documents stand in front of the user's first message, and no message is the user's";
         return Err(Refusal::field("documents", reason));
     }
-    Ok(Cut { documents: written(&all), place })
+    Ok(Cut { documents: written(all), place })
 }
 
 /// Returns documents as they are written into a prompt: each ends with a line break, so that the next one does not continue
 /// its last word. Pieces of a text at a separator stay as they are.
-fn written(documents: &[Document]) -> Vec<Document> {
-    let one = |document: &Document| Document {
-        id: document.id.clone(),
-        text: document_text(&document.text).into_owned(),
-    };
-    documents.iter().map(one).collect()
+fn written(mut documents: Vec<Document>) -> Vec<Document> {
+    for document in &mut documents {
+        if let Cow::Owned(text) = document_text(&document.text) {
+            document.text = text;
+        }
+    }
+    documents
 }
 
 /// Splits a text into what stands before its documents, the documents, and what stands after them. `None` if the
@@ -268,4 +270,55 @@ fn refused(error: EngineError) -> Refusal {
 fn wrong_messages(error: ModelError) -> Refusal {
     let param = matches!(error, ModelError::Messages(_)).then(|| "messages".to_owned());
     Refusal { param, ..error.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+    use serde_json::json;
+
+    use super::*;
+
+    /// Returns a codec with a token for each byte, also for line breaks, and a template that writes the messages.
+    fn codec() -> TextCodec {
+        let letters = "abq#SĊ".chars();
+        let vocabulary: serde_json::Map<String, serde_json::Value> =
+            letters.zip(0..).map(|(letter, id)| (letter.to_string(), json!(id))).collect();
+        let bytes =
+            json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+        let tokenizer = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "post_processor": null, "pre_tokenizer": bytes, "decoder": bytes,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        });
+        let template = json!({"chat_template": "{% for m in messages %}S{{ m.content }}{% endfor %}"});
+        TextCodec::from_bytes(tokenizer.to_string().as_bytes(), Some(template.to_string().as_bytes()))
+            .unwrap()
+    }
+
+    fn conversation(text: &str) -> AskedPrompt {
+        AskedPrompt::Conversation { messages: vec![Message::new(Role::User, text)], variables: Vec::new() }
+    }
+
+    #[rstest]
+    #[case("S#a#bb#q")]
+    #[case("S#a\n#b\n#q")]
+    fn a_separator_adds_nothing_to_its_pieces(#[case] text: &str) {
+        let codec = codec();
+        let separated = || Documents { separator: Some("#".to_owned()), ..Documents::default() };
+        let built = build(&codec, AskedPrompt::Text(text.to_owned()), &separated(), None, 100).unwrap();
+        assert_eq!(built.tokens, PromptTokens::split(&codec, text, "#", true).unwrap());
+        let built = build(&codec, conversation(text), &separated(), None, 100).unwrap();
+        assert_eq!(built.tokens, PromptTokens::split_chat(&codec, text, "#").unwrap());
+    }
+
+    #[test]
+    fn documents_end_with_a_line_break() {
+        let codec = codec();
+        let document = |text: &str| Document { id: text.to_owned(), text: text.to_owned() };
+        let documents = Documents { given: [document("a"), document("b\n")].into(), ..Documents::default() };
+        let built = build(&codec, conversation("q"), &documents, None, 100).unwrap();
+        let expected = PromptTokens::from_parts(&codec, "S", ["a\n", "b\n"], "q", false).unwrap();
+        assert_eq!(built.tokens, expected);
+    }
 }

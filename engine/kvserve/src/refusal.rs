@@ -105,6 +105,11 @@ impl Refusal {
         Self::new(Kind::Unavailable, "the engine has stopped; restart the server")
     }
 
+    /// Returns the refusal of a request at which the server panicked.
+    pub(crate) fn failed() -> Self {
+        Self::new(Kind::Internal, "the server failed to answer this request; see its log")
+    }
+
     /// Returns the refusal of a request whose client does not read its answer.
     pub(crate) fn slow_reader() -> Self {
         Self::new(Kind::TimedOut, "the answer was read too slowly, so it was given up; read it faster")
@@ -201,6 +206,12 @@ mod tests {
             (template("it rejects the conversation").into(), Kind::Invalid, "it rejects the conversation"),
             (template("no template").into(), Kind::Invalid, "chat template cannot be applied: no template"),
             (read, Kind::Internal, "the log of the server says why"),
+            // What others have in a pool is not this client's business.
+            (
+                CoreError::OutOfBlocks { asked: 9, free: 3, evictable: 4, total: 8 }.into(),
+                Kind::Invalid,
+                "needs 9 blocks of the cache, which has 8; shorten",
+            ),
             (
                 ModelError::Io { path: "/srv/m.gguf".into(), source: source() }.into(),
                 Kind::Internal,

@@ -181,7 +181,7 @@ impl Reply {
             None => {
                 self.open = 0;
                 let refusal = self.last_words.get().cloned();
-                return Some(Err(refusal.unwrap_or_else(Refusal::engine_gone)));
+                return Some(Err(refusal.unwrap_or_else(Refusal::failed)));
             }
         }
         event
@@ -394,7 +394,9 @@ impl<'a> Decoder<'a> {
         }
         if self.first.is_none() {
             let after = now - self.form.arrived;
-            metrics.iter().for_each(|metrics| metrics.first_token(after));
+            if let Some(metrics) = metrics {
+                metrics.first_token(after);
+            }
             self.first = Some(after);
         }
         decoding.tokens += 1;

@@ -16,7 +16,7 @@ use tracing::{Instrument as _, debug, error, info, info_span};
 use crate::dialect::{anthropic, cohere, control, new_id, openai, registered, responses, tokens};
 use crate::origin;
 use crate::page;
-use crate::refusal::{Kind, Refusal};
+use crate::refusal::Refusal;
 use crate::service::Service;
 
 /// The header with the name of a request in the log.
@@ -106,8 +106,7 @@ async fn unless_it_panics(path: &str, answer: impl Future<Output = Response>) ->
         let reason = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
         let reason = reason.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
         error!(reason, "a handler panicked");
-        let reason = "the server failed to answer this request; see its log";
-        control::refused_at(path, &Refusal::new(Kind::Internal, reason))
+        control::refused_at(path, &Refusal::failed())
     })
 }
 

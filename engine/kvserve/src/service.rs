@@ -141,9 +141,11 @@ impl Service {
         let texts = settings.logprobs.map(|_| self.token_texts.clone());
         // A request that is given up keeps its place until its text is tokenised.
         let built = text_work::run(seat, move || {
-            texts.iter().for_each(|texts| texts.prepare(&codec));
+            if let Some(texts) = texts {
+                texts.prepare(&codec);
+            }
             let shape = shape.compile(&codec, || guide.get(&codec))?;
-            Ok((prompt::build(&codec, prompt, documents, library.as_ref(), context)?, shape))
+            Ok((prompt::build(&codec, prompt, &documents, library.as_ref(), context)?, shape))
         });
         let ((built, shape), seat) = built.await?;
         // Tokens take far less memory than the body that they come from.
@@ -209,8 +211,9 @@ impl Service {
     ) -> Result<Vec<u32>, Refusal> {
         let (seat, codec) = (self.seats.take(owner.tenant.as_ref())?, self.codec.clone());
         let (library, context) = (self.library_for(owner, &documents), self.context);
-        let built =
-            text_work::run(seat, move || prompt::build(&codec, prompt, documents, library.as_ref(), context));
+        let built = text_work::run(seat, move || {
+            prompt::build(&codec, prompt, &documents, library.as_ref(), context)
+        });
         Ok(built.await?.0.tokens.iter().collect())
     }
 

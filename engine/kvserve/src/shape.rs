@@ -147,11 +147,8 @@ impl Tools {
         };
         let tools: Vec<Value> =
             self.list.iter().map(|tool| value("tools", tool)).collect::<Result<_, _>>()?;
-        let schemas = tools.iter().filter_map(|tool| tool.get("function")?.get("parameters"));
-        schemas
-            .map(AnswerForm::check_schema)
-            .collect::<Result<(), _>>()
-            .map_err(|error| in_field("tools", error))?;
+        let mut schemas = tools.iter().filter_map(|tool| tool.get("function")?.get("parameters"));
+        schemas.try_for_each(AnswerForm::check_schema).map_err(|error| in_field("tools", error))?;
         let forced = ForcedCalls::new(codec.tool_call_format(), &tools, only, self.several);
         forced.map_err(|error| Refusal { param: Some("tools".to_owned()), ..Refusal::from(error) })
     }
@@ -180,4 +177,27 @@ fn either(calls: &str, form: &AnswerForm) -> String {
 /// Refuses numbers that JSON libraries cannot hold, by the field.
 pub(crate) fn value(field: &str, given: &Variable) -> Result<Value, Refusal> {
     serde_json::to_value(given).map_err(|error| Refusal::field(field, format!("{field}: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOKENIZER: &[u8] = include_bytes!("../../../models/tiny-rag/tokenizer.json");
+
+    #[test]
+    fn a_schema_is_compiled_once_for_all_prompts_of_a_request() {
+        let codec = TextCodec::from_bytes(TOKENIZER, None).unwrap();
+        let shape = AnswerShape::new(Some(("response_format", AnswerForm::JsonObject)), None);
+        let mut asked = 0;
+        for _ in 0..64 {
+            // Each prompt has a copy of the shape.
+            let refused = shape.clone().compile(&codec, || {
+                asked += 1;
+                Err(Refusal::engine_gone())
+            });
+            assert_eq!(refused.unwrap_err(), Refusal::engine_gone());
+        }
+        assert_eq!(asked, 1);
+    }
 }

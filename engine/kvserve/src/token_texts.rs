@@ -28,12 +28,11 @@ impl TokenTexts {
             let bytes = text.as_bytes().to_vec();
             return Ok((text, bytes));
         };
-        let text = match std::str::from_utf8(bytes) {
-            Ok(text) => text.to_owned(),
-            Err(_) => {
-                let each = bytes.iter().map(|byte| format!("\\x{byte:02x}"));
-                format!("bytes:{}", each.collect::<String>())
-            }
+        let text = if let Ok(text) = std::str::from_utf8(bytes) {
+            text.to_owned()
+        } else {
+            let each = bytes.iter().map(|byte| format!("\\x{byte:02x}"));
+            format!("bytes:{}", each.collect::<String>())
         };
         Ok((text, bytes.clone()))
     }

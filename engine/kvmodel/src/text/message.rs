@@ -223,6 +223,11 @@ impl Message {
         message
     }
 
+    /// Returns true if a text of some field has the character.
+    pub(super) fn contains(&self, c: char) -> bool {
+        self.fields.iter().any(|(_, value)| value.contains(c))
+    }
+
     /// Returns true if the content is a list of parts.
     pub(super) fn has_parts(&self) -> bool {
         matches!(self.field(CONTENT), Some(Variable::List(_)))

@@ -56,9 +56,15 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// The name of the file with special tokens that the other file may lack.
 const SPECIAL_TOKENS: &str = "special_tokens_map.json";
 
-/// A placeholder for a message's content, used to find the text that a template writes around the content.
-/// It is a private-use character that no template writes and no prompt needs.
-const MESSAGE: &str = "\u{F8FE}";
+/// Placeholders for a message's content, used to find the text that a template writes around the content: private-use
+/// characters that no template writes. The first one that no message contains is used.
+const PLACEHOLDERS: std::ops::RangeInclusive<char> = '\u{F8D0}'..='\u{F8FE}';
+
+/// Returns a placeholder that stands in none of the messages.
+fn placeholder(messages: &[Message]) -> String {
+    let is_free = |mark: &char| !messages.iter().any(|message| message.contains(*mark));
+    PLACEHOLDERS.rev().find(is_free).unwrap_or(*PLACEHOLDERS.end()).to_string()
+}
 
 impl TextCodec {
     /// Reads `tokenizer.json`, the special tokens from `tokenizer_config.json` and, where it lacks them, from
@@ -239,11 +245,12 @@ impl TextCodec {
     /// message exactly once.
     pub fn around_message(&self, earlier: &[Message]) -> Result<(String, String)> {
         let mut messages = earlier.to_vec();
-        messages.push(Message::new(Role::User, MESSAGE));
+        let mark = placeholder(&messages);
+        messages.push(Message::new(Role::User, mark.as_str()));
         let rendered = self.template.render(&messages)?;
         let (before, after) = rendered
-            .split_once(MESSAGE)
-            .filter(|(_, after)| !after.contains(MESSAGE))
+            .split_once(&mark)
+            .filter(|(_, after)| !after.contains(&mark))
             .ok_or_else(|| self.template.failure("it does not render the message exactly once"))?;
         Ok((before.to_owned(), after.to_owned()))
     }
@@ -263,13 +270,14 @@ impl TextCodec {
         Message::check_answerable(messages)?;
         let number = message + 1;
         let mut marked = messages.to_vec();
-        let with_mark = messages.get(message).and_then(|message| message.with_mark(MESSAGE, at));
+        let mark = placeholder(messages);
+        let with_mark = messages.get(message).and_then(|message| message.with_mark(&mark, at));
         marked[message] = with_mark.ok_or_else(|| {
             Error::Messages(format!("message {number} has no text that can be cut at byte {at}"))
         })?;
         let rendered = self.template.render(&marked)?;
         let (before, after) =
-            rendered.split_once(MESSAGE).filter(|(_, after)| !after.contains(MESSAGE)).ok_or_else(|| {
+            rendered.split_once(&mark).filter(|(_, after)| !after.contains(&mark)).ok_or_else(|| {
                 self.template.failure(format!("it does not write message {number} exactly once"))
             })?;
         Ok((before.to_owned(), after.to_owned()))

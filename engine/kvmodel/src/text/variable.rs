@@ -75,6 +75,16 @@ impl Variable {
         }
     }
 
+    /// Returns true if a text in the value has the character.
+    pub(super) fn contains(&self, c: char) -> bool {
+        match self {
+            Self::Text(text) => text.contains(c),
+            Self::List(items) => items.iter().any(|item| item.contains(c)),
+            Self::Map(fields) => fields.iter().any(|(name, value)| name.contains(c) || value.contains(c)),
+            _ => false,
+        }
+    }
+
     /// Returns the name for the type of the value.
     pub(crate) fn kind(&self) -> &'static str {
         match self {

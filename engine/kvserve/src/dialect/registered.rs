@@ -187,13 +187,15 @@ async fn compute(service: Arc<Service>, job: LeisureJob) {
         priority: i32::MIN,
         label: None,
     };
+    // The same text may be registered under another ID before.
+    let is_own = |span: Option<[usize; 2]>| span.is_some_and(|[start, end]| end - start == text.len());
     let answer = async {
         let (reply, request) = service.answer_quietly(ask).await?;
         Ok::<_, Refusal>((reply.whole(1).await?.1, request))
     };
     match answer.await {
         // A template may change the text, so that the document is not found in its prompt.
-        Ok((report, _)) if !report.parts.iter().any(|part| part.id == id) => {
+        Ok((report, _)) if !report.parts.iter().any(|part| is_own(part.span)) => {
             info!(id, "a registered document is not in the prompt as the chat template writes it");
         }
         Ok((report, request)) => {

@@ -43,6 +43,8 @@ fn a_chat_is_answered_whole_and_streamed_with_the_same_text() {
     let (usage, finish) = (events.last().unwrap(), &events[events.len() - 2]);
     assert_eq!(finish["choices"][0]["finish_reason"], choice["finish_reason"]);
     assert_eq!(usage["choices"], json!([]));
+    let others = &events[..events.len() - 1];
+    assert!(others.iter().all(|event| event.get("usage") == Some(&Value::Null)), "{others:?}");
     assert_eq!(usage["usage"]["completion_tokens"], whole["usage"]["completion_tokens"]);
     // The whole answer came first, and left the prompt's whole blocks in the cache.
     let cached = usage["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
@@ -250,4 +252,47 @@ fn the_newer_name_of_a_limit_counts() {
     let server = server();
     let both = question(json!({"ignore_eos": true, "max_tokens": 9, "max_completion_tokens": 3}));
     assert_eq!(post(server.address(), PATH, &both).json()["usage"]["completion_tokens"], 3);
+}
+
+#[test]
+fn a_client_that_vanishes_from_the_queue_leaves_it() {
+    let server = crate::common::running(1);
+    let gauge = |name: &str| {
+        let text = crate::client::get(server.address(), "/metrics").body;
+        let line = format!("{name}{{model_name=\"tiny-rag\"}} ");
+        let value = text.lines().find_map(|known| known.strip_prefix(&line).map(str::to_owned));
+        value.unwrap_or_else(|| panic!("{line} in {text}"))
+    };
+    let wait_for = |name: &str, value: &str| {
+        let is_so = (0..2000).any(|_| {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+            gauge(name) == value
+        });
+        assert!(is_so, "{name} is {} and never {value}", gauge(name));
+    };
+    let mut running = Client::new(server.address());
+    let long = question(json!({"ignore_eos": true, "max_tokens": 1900, "stream": true}));
+    running.request("POST", PATH, &[], long.to_string().as_bytes());
+    assert_eq!(running.head().0, 200);
+    running.chunk().unwrap();
+    for stream in [true, false] {
+        let mut waiting = Client::new(server.address());
+        waiting.request("POST", PATH, &[], question(json!({"stream": stream})).to_string().as_bytes());
+        wait_for("vllm:num_requests_waiting", "1.0");
+        drop(waiting);
+        wait_for("vllm:num_requests_waiting", "0.0");
+        wait_for("kvserve:requests", "1.0");
+    }
+    assert_eq!(gauge("vllm:num_requests_running"), "1.0", "the other one goes on");
+    drop(running);
+    wait_for("kvserve:requests", "0.0");
+    assert_nothing_is_held(&server);
+}
+
+#[test]
+fn more_answers_than_run_at_the_same_time_are_refused_by_name() {
+    let server = crate::common::running(2);
+    let answer = post(server.address(), PATH, &question(json!({"n": 3})));
+    assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("n")), "{answer:?}");
+    assert_eq!(post(server.address(), PATH, &question(json!({"n": 2}))).status, 200);
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, Reuse};
-use kvengine::{Engine, EngineConfig};
+use kvengine::{Engine, EngineConfig, Scheduling};
 use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
 use kvserve::{DocumentReuse, ServedModel, Server, ServerConfig};
 use serde_json::{Value, json};
@@ -68,6 +68,16 @@ pub(crate) fn small() -> EngineConfig {
 pub(crate) fn engine() -> (Engine, TextCodec) {
     let ModelDirectory { model, codec, .. } = loaded();
     (Engine::new(model, CpuBackend::new(), codec.digest(), &small()).unwrap(), codec)
+}
+
+/// Starts a server with full attention that computes so many answers at the same time.
+pub(crate) fn running(most: usize) -> Server {
+    let ModelDirectory { model, codec, .. } = loaded();
+    let scheduling = Scheduling { running: most, ..Scheduling::default() };
+    let config = EngineConfig { scheduling, ..small() };
+    let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
+    Server::start(ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: None }, free_port())
+        .unwrap()
 }
 
 /// Starts a server with full attention on a free port.

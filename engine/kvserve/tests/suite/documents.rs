@@ -208,6 +208,17 @@ fn documents_without_anything_before_them_are_answered_by_full_attention() {
 }
 
 #[test]
+fn any_character_may_stand_in_a_message() {
+    let server = reusing();
+    // The first character that marks a place in a conversation.
+    let content = format!("\u{f8fe} {}", QUESTION.0);
+    let messages = json!([{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]);
+    let answer = post(server.address(), PATH, &question(json!({"messages": messages}))).json();
+    assert_eq!(answer["kv"]["parts"].as_array().unwrap().len(), 3, "{answer}");
+    assert_eq!((&answer["kv"]["not_reused"], &answer["kv"]["full_attention"]), (&Value::Null, &json!(false)));
+}
+
+#[test]
 fn a_raw_text_has_documents_too() {
     let server = reusing();
     let text = format!("{SYSTEM}##{}##{}##{}", DOCUMENTS[0].1, DOCUMENTS[1].1, QUESTION.0);

@@ -152,6 +152,11 @@ fn metrics_count_what_was_answered() {
     );
     assert!(metric(&text, &format!("vllm:prompt_tokens_cached_total{label}")) > 0.0);
     assert!(metric(&text, &format!("kvserve:prompt_tokens_recomputed_total{label}")) > 0.0);
+    // Tokens are counted, in whole blocks of sixteen.
+    for name in ["queries", "hits"] {
+        let tokens = metric(&text, &format!("vllm:prefix_cache_{name}_total{label}"));
+        assert!(tokens > 0.0 && tokens % 16.0 == 0.0, "{name}: {tokens}");
+    }
     // Three documents were found the second time.
     assert!(metric(&text, "kvchunk_hits_total") >= 3.0);
     assert!(metric(&text, "kvcore_pool_size_blocks{pool=\"main\"}") > 0.0);

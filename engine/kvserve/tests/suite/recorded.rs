@@ -66,6 +66,65 @@ fn painted(answer: &Answer) -> Vec<Value> {
     all
 }
 
+/// Checks that the events of a stream have the order of their dialect, and that a whole answer has its form.
+fn assert_form(path: &str, answer: &Answer) {
+    let is_stream = answer.header("content-type").is_some_and(|kind| kind.starts_with("text/event-stream"));
+    if !is_stream {
+        let whole = answer.json();
+        let (field, form) = match path {
+            "/v1/chat/completions" => ("object", "chat.completion"),
+            "/v1/completions" => ("object", "text_completion"),
+            "/v1/responses" => ("object", "response"),
+            "/v1/messages" => ("type", "message"),
+            "/v2/chat" => {
+                assert!(
+                    whole["finish_reason"].is_string() && whole["message"]["role"] == "assistant",
+                    "{whole}"
+                );
+                return;
+            }
+            _ => return,
+        };
+        assert_eq!(whole[field], form, "{path} {whole}");
+        return;
+    }
+    let events = answer.events();
+    let kinds: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap_or_default()).collect();
+    let named: Vec<&str> = answer.body.lines().filter_map(|line| line.strip_prefix("event: ")).collect();
+    let ends = |first: &str, last: &[&str]| {
+        assert_eq!(kinds[0], first, "{answer:?}");
+        assert!(last.contains(&kinds[kinds.len() - 1]), "{answer:?}");
+        assert_eq!(named, kinds, "each event has its name");
+    };
+    match path {
+        "/v1/messages" => {
+            ends("message_start", &["message_stop"]);
+            assert_eq!(kinds[kinds.len() - 2], "message_delta");
+            let count = |kind: &str| kinds.iter().filter(|known| **known == kind).count();
+            assert_eq!(count("content_block_start"), count("content_block_stop"), "{answer:?}");
+        }
+        "/v1/responses" => {
+            ends("response.created", &["response.completed", "response.incomplete"]);
+            let numbers = events.iter().map(|event| event["sequence_number"].as_u64().unwrap());
+            assert!(numbers.eq(0..events.len() as u64), "{answer:?}");
+        }
+        "/v2/chat" => ends("message-start", &["message-end"]),
+        _ => {
+            assert!(answer.body.ends_with("data: [DONE]\n\n"), "{answer:?}");
+            // The role comes first, then texts and calls, then the reason, and nothing of this answer behind it.
+            let choices: Vec<&Value> = events.iter().filter_map(|event| event["choices"].get(0)).collect();
+            if path == "/v1/chat/completions" {
+                assert_eq!(choices[0]["delta"]["role"], "assistant", "{answer:?}");
+            }
+            for index in choices.iter().map(|choice| choice["index"].as_u64().unwrap()) {
+                let mut own = choices.iter().filter(|choice| choice["index"] == index);
+                let end = own.find(|choice| choice["finish_reason"].is_string());
+                assert!(end.is_some() && own.next().is_none(), "{index} {answer:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn recorded_requests_of_each_client_are_answered_as_then() {
     let (server, with_tools) = (reusing(), with_template(TAGGED));
@@ -85,6 +144,9 @@ fn recorded_requests_of_each_client_are_answered_as_then() {
         let answer =
             call(server.address(), field("method"), field("path"), &headers, field("body").as_bytes());
         assert_eq!(u64::from(answer.status), recorded["status"].as_u64().unwrap(), "{line}\n{answer:?}");
+        if answer.status == 200 {
+            assert_form(field("path"), &answer);
+        }
         *clients.entry(field("client").to_owned()).or_default() += 1;
         let asked: Value = serde_json::from_str(field("body")).unwrap_or_default();
         if is_about_tools {

@@ -165,6 +165,8 @@ fn a_response_matches_its_schema() {
 #[case::nested(json!({"tools": [{"type": "function", "function": {"name": "a"}}]}), "tools[0].function", "unknown parameter")]
 #[case::name(json!({"tools": [{"type": "function"}]}), "tools[0].name", "1 to 128 letters")]
 #[case::choice(json!({"tool_choice": {"type": "function", "name": "b"}}), "tool_choice", "no tool with this name")]
+#[case::text(json!({"text": "json"}), "text", "must be an object")]
+#[case::reasoning(json!({"reasoning": "high"}), "reasoning", "must be an object")]
 #[case::choice_kind(json!({"tool_choice": {"type": "mcp"}}), "tool_choice.type", "not supported")]
 #[case::allowed_mode(json!({"tool_choice": {"type": "allowed_tools", "tools": []}}), "tool_choice.mode", "auto or required")]
 #[case::allowed_none(json!({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}), "tool_choice.tools", "with names")]

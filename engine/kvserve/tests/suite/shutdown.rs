@@ -1,7 +1,7 @@
 //! The end of a server: answers finish, or end with a reason.
 
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvserve::{Limits, ServedModel, Server, ServerConfig};
 use serde_json::json;
@@ -58,24 +58,24 @@ fn answers_that_take_too_long_end_with_a_reason() {
 
 #[test]
 fn a_dropped_server_ends_at_once() {
-    let server = server();
+    // A server that waited for its answers would wait for hours.
+    let limits = Limits { shutdown_time: Duration::from_secs(10_000), ..Limits::default() };
+    let server = with(None, ServerConfig { limits, ..free_port() });
     let mut client = begun(&server, 2000);
-    let started = Instant::now();
     drop(server);
-    assert!(started.elapsed() < Duration::from_secs(5));
     assert!(rest(&mut client).contains("the server is shutting down"));
 }
 
 #[test]
 fn idle_connections_do_not_delay_the_end() {
-    let server = server();
+    let long = Duration::from_secs(10_000);
+    let limits = Limits { shutdown_time: long, receive_time: long, ..Limits::default() };
+    let server = with(None, ServerConfig { limits, ..free_port() });
     let mut idle = Client::new(server.address());
     let mut used = Client::new(server.address());
     used.request("GET", "/version", &[], b"");
     assert_eq!(used.answer().status, 200);
-    let started = Instant::now();
     server.shut_down();
-    assert!(started.elapsed() < Duration::from_secs(5));
     assert!(idle.is_closed() && used.is_closed());
 }
 

@@ -234,6 +234,7 @@ fn a_file_has_a_key_and_a_tenant_in_each_line() {
         ("secret alice\nsecret bob", "line 2: this key occurs twice"),
         ("secret chunk_cache", "line 1: this name belongs to the default tenant"),
         ("# nothing\n", "has no keys"),
+        ("cl\u{e9} alice", "line 1: the key has characters that no HTTP header may have"),
     ] {
         let error = read(text).unwrap_err().to_string();
         assert!(error.contains(words) && !error.contains("secret"), "{error}");

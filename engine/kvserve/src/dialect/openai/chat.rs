@@ -266,23 +266,33 @@ struct ChatChunks {
     report: Option<KvReport>,
 }
 
+impl ChatChunks {
+    /// Returns an event. If the last chunk has the numbers of tokens, the others say that they have none.
+    fn data(&self, mut chunk: Value) -> Event {
+        if self.usage {
+            chunk["usage"] = Value::Null;
+        }
+        data(&chunk)
+    }
+}
+
 impl Chunks for ChatChunks {
     fn begin(&mut self) -> Vec<Event> {
         let role = |index| self.form.delta(index, &json!({"role": "assistant", "content": ""}), &[], None);
-        (0..self.calls.len()).map(|index| data(&role(index))).collect()
+        (0..self.calls.len()).map(|index| self.data(role(index))).collect()
     }
 
     fn event(&mut self, _prompt: usize, event: ReplyEvent) -> Vec<Event> {
         match event {
             ReplyEvent::Piece(piece) => {
                 let delta = json!({"content": piece.text});
-                vec![data(&self.form.delta(piece.sample, &delta, &piece.tokens, None))]
+                vec![self.data(self.form.delta(piece.sample, &delta, &piece.tokens, None))]
             }
             ReplyEvent::Call(sample, call) => {
                 let mut call = called(&call);
                 call["index"] = json!(self.calls[sample]);
                 self.calls[sample] += 1;
-                vec![data(&self.form.delta(sample, &json!({"tool_calls": [call]}), &[], None))]
+                vec![self.data(self.form.delta(sample, &json!({"tool_calls": [call]}), &[], None))]
             }
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
@@ -290,7 +300,7 @@ impl Chunks for ChatChunks {
                     self.form.delta(end.sample, &json!({}), &[], Some(finish_reason(&end.reason)));
                 chunk["kv"] = json!(end.report);
                 self.report = Some(end.report);
-                vec![data(&chunk)]
+                vec![self.data(chunk)]
             }
         }
     }

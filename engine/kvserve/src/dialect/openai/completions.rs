@@ -202,6 +202,16 @@ struct CompletionChunks {
     reports: Vec<Option<KvReport>>,
 }
 
+impl CompletionChunks {
+    /// Returns an event. If the last chunk has the numbers of tokens, the others say that they have none.
+    fn data(&self, mut chunk: Value) -> Event {
+        if self.usage {
+            chunk["usage"] = Value::Null;
+        }
+        data(&chunk)
+    }
+}
+
 impl Chunks for CompletionChunks {
     fn begin(&mut self) -> Vec<Event> {
         Vec::new()
@@ -213,7 +223,7 @@ impl Chunks for CompletionChunks {
                 let index = prompt * self.form.samples + piece.sample;
                 let choice = self.form.choice(index, &piece.text, &piece.tokens, None, self.offsets[index]);
                 self.offsets[index] += characters(&piece.tokens);
-                vec![data(&self.form.object(&json!([choice])))]
+                vec![self.data(self.form.object(&json!([choice])))]
             }
             // Texts are asked for without tools.
             ReplyEvent::Call(..) => Vec::new(),
@@ -225,7 +235,7 @@ impl Chunks for CompletionChunks {
                 let mut chunk = self.form.object(&json!([choice]));
                 chunk["kv"] = json!(end.report);
                 self.reports[prompt] = Some(end.report);
-                vec![data(&chunk)]
+                vec![self.data(chunk)]
             }
         }
     }
