@@ -338,7 +338,7 @@ fn bench_rag_measures_documents_that_a_server_finds() {
         "--document-tokens",
         "64",
         "--per-request",
-        "3",
+        "5",
     ];
     let report = json_of(&[&small[..], &["--plot", plot.to_str().unwrap()]].concat());
     // A system prompt, five documents, a question.
