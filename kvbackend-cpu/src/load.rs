@@ -7,31 +7,52 @@ use std::time::{Duration, Instant};
 const BETWEEN: Duration = Duration::from_millis(1);
 
 thread_local! {
-    /// The time of this thread's last query, and how long the thread had waited for a core by then.
-    static ASKED: Cell<Option<(Instant, Duration)>> = const { Cell::new(None) };
+    /// The time of this thread's last query, and its answer.
+    static ASKED: Cell<Option<(Instant, Losses)>> = const { Cell::new(None) };
 }
 
-/// Returns how long this thread has waited for a core since the last call, or zero if that was less than [`BETWEEN`]
-/// ago.
-pub(crate) fn lost(now: Instant) -> Duration {
-    match ASKED.get() {
-        Some((asked, _)) if now.saturating_duration_since(asked) < BETWEEN => Duration::ZERO,
-        before => {
-            let waited = waited();
-            ASKED.set(Some((now, waited)));
-            before.map_or(Duration::ZERO, |(_, before)| waited.saturating_sub(before))
+/// What a thread has lost to others since it began.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Losses {
+    /// The number of times that the thread was preempted.
+    preemptions: u64,
+    /// The time that the thread was ready to run without a core. It includes the time to wake the thread, which the thread
+    /// does not lose in the middle of its work.
+    waited: Duration,
+}
+
+impl Losses {
+    /// Returns the time that a thread lost since `earlier` if it was preempted.
+    fn since(self, earlier: Self) -> Duration {
+        if self.preemptions > earlier.preemptions {
+            self.waited.saturating_sub(earlier.waited)
+        } else {
+            Duration::ZERO
         }
     }
 }
 
-/// Excludes what this thread has waited so far from the next result of [`lost`].
-fn forget(now: Instant) {
-    ASKED.set(Some((now, waited())));
+/// Returns how long this thread has waited for a core since the last call if it was preempted, and zero if it was not, or
+/// if the last call was less than [`BETWEEN`] ago.
+pub(crate) fn lost(now: Instant) -> Duration {
+    match ASKED.get() {
+        Some((asked, _)) if now.saturating_duration_since(asked) < BETWEEN => Duration::ZERO,
+        before => {
+            let losses = losses();
+            ASKED.set(Some((now, losses)));
+            before.map_or(Duration::ZERO, |(_, before)| losses.since(before))
+        }
+    }
 }
 
-/// Returns how long this thread has been ready to run without a core.
+/// Excludes what this thread has lost so far from the next result of [`lost`].
+fn forget(now: Instant) {
+    ASKED.set(Some((now, losses())));
+}
+
+/// Asks the system what this thread has lost.
 #[cfg(target_os = "linux")]
-fn waited() -> Duration {
+fn losses() -> Losses {
     use std::fs::File;
     use std::os::unix::fs::FileExt as _;
 
@@ -48,25 +69,21 @@ fn waited() -> Duration {
         let waited = std::str::from_utf8(text.get(..length)?).ok()?.split_whitespace().nth(1)?;
         Some(Duration::from_nanos(waited.parse().ok()?))
     };
-    measured().unwrap_or_else(|| SLICE * u32::try_from(preemptions()).unwrap_or(u32::MAX))
-}
-
-/// Returns the number of times that this thread has been preempted.
-#[cfg(target_os = "linux")]
-fn preemptions() -> i64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
     // SAFETY: `usage` has room for the answer, and all zeros are a valid value.
     let usage = unsafe {
         libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
         usage.assume_init()
     };
-    usage.ru_nivcsw
+    let preemptions = u64::try_from(usage.ru_nivcsw).unwrap_or(0);
+    let waited = measured().unwrap_or_else(|| SLICE * u32::try_from(preemptions).unwrap_or(u32::MAX));
+    Losses { preemptions, waited }
 }
 
-/// Returns zero, because the times are known only on Linux. On other systems, a pool's threads always help.
+/// Returns nothing, because losses are known only on Linux. On other systems, a pool's threads always help.
 #[cfg(not(target_os = "linux"))]
-fn waited() -> Duration {
-    Duration::ZERO
+fn losses() -> Losses {
+    Losses::default()
 }
 
 /// Minimum length of the window in which lost time is added up.
@@ -169,33 +186,41 @@ mod tests {
     fn a_thread_counts_its_losses_since_its_last_query_and_may_ignore_some() {
         let (now, later) = (Instant::now(), |times: u32| Instant::now() + times * BETWEEN);
         assert_eq!(lost(now), Duration::ZERO, "the first call only remembers");
-        // Pretend that the thread had not waited at all by its last query.
-        ASKED.set(Some((now, Duration::ZERO)));
+        // Pretend that the thread had lost nothing by its last query.
+        ASKED.set(Some((now, Losses::default())));
         assert_eq!(lost(now), Duration::ZERO, "a moment ago");
-        let before = waited();
-        assert!((before..=waited()).contains(&lost(later(2))));
-        ASKED.set(Some((now, Duration::ZERO)));
+        let before = losses();
+        let since = lost(later(2));
+        assert!(since <= losses().waited && since >= before.since(Losses::default()), "{since:?}");
+        ASKED.set(Some((now, Losses::default())));
         forget(later(3));
-        assert!(ASKED.get().is_some_and(|(_, waited)| waited >= before));
+        assert!(ASKED.get().is_some_and(|(_, losses)| losses.waited >= before.waited));
+    }
+
+    #[test]
+    fn only_a_preempted_thread_loses_what_it_waits() {
+        let losses = |preemptions, ms| Losses { preemptions, waited: Duration::from_millis(ms) };
+        assert_eq!(losses(3, 9).since(losses(2, 5)), Duration::from_millis(4));
+        assert_eq!(losses(3, 9).since(losses(3, 5)), Duration::ZERO, "it was only woken late");
     }
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn threads_that_share_their_cores_wait() {
+    fn threads_that_share_their_cores_lose_time() {
         let threads = 2 * std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let until = Instant::now() + Duration::from_millis(300);
         let spin = || {
-            let before = waited();
+            let before = losses();
             while Instant::now() < until {
                 std::hint::spin_loop();
             }
-            waited() - before
+            losses().since(before)
         };
-        let waited: Duration = std::thread::scope(|scope| {
+        let lost: Duration = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..threads).map(|_| scope.spawn(spin)).collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).sum()
         });
         // Of two threads on a core, one waits at any time.
-        assert!(waited > Duration::from_millis(100), "{waited:?}");
+        assert!(lost > Duration::from_millis(100), "{lost:?}");
     }
 }
