@@ -32,7 +32,8 @@
 //!   its tokens, its answer, the calls of tools and the tokens in it, what the answer says about its prompt, and why there is
 //!   none
 //! - `service`, `engine_thread`, `library`, `metrics`, `tenants`: what handlers share
-//! - `seats`, `body_memory`, `text_work`, `leisure`: places, memory and threads of requests, and what waits for an idle engine
+//! - `seats`, `body_memory`, `text_work`, `leisure`, `pins`: places, memory and threads of requests, what waits for an idle engine, and what
+//!   stays in memory
 //! - `page`: the page for people, with the last requests
 //! - `body`, `routes`, `server`, `origin`, `patient`, `descriptors`: HTTP
 //! - `config`, `error`: the settings of a server, and its errors
@@ -54,6 +55,7 @@ mod metrics;
 mod origin;
 mod page;
 mod patient;
+mod pins;
 mod prompt;
 mod refusal;
 mod reply;

@@ -24,6 +24,7 @@ use crate::error::{Error, Result};
 use crate::leisure::Leisure;
 use crate::library::Libraries;
 use crate::patient::Patient;
+use crate::pins::Pins;
 use crate::routes::routes;
 use crate::seats::Seats;
 use crate::service::{BlockSize, Guide, Service, unix_time};
@@ -99,6 +100,7 @@ impl Server {
         let listener = runtime.block_on(TcpListener::bind(address)).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
         let block = BlockSize::of(&engine);
+        let pins = Pins::new(engine.report().chunks.map_or(0, |pool| pool.total), tenants);
         let engine = EngineThread::start(engine)?;
         let (stopping, closing) = (watch::channel(false).0, watch::channel(false).0);
         let service = Arc::new(Service {
@@ -123,6 +125,7 @@ impl Server {
             seats: Arc::new(Seats::new(limits.requests, tenants)),
             bodies: Arc::new(BodyMemory::new(limits.body_bytes)),
             leisure: Leisure::default(),
+            pins,
             is_local: address.ip().is_loopback(),
             closing: closing.subscribe(),
             started: unix_time(),

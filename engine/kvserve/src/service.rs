@@ -17,6 +17,7 @@ use crate::leisure::Leisure;
 use crate::library::{Libraries, SharedLibrary};
 use crate::metrics::ServerMetrics;
 use crate::page::RecentRequests;
+use crate::pins::Pins;
 use crate::prompt::{self, BuiltPrompt};
 use crate::refusal::{Kind, Refusal};
 use crate::reply::{Reply, ReplyForm};
@@ -57,6 +58,8 @@ pub(crate) struct Service {
     pub(crate) bodies: Arc<BodyMemory>,
     /// The registered documents that wait to be computed.
     pub(crate) leisure: Leisure,
+    /// The registered documents that stay in memory.
+    pub(crate) pins: Pins,
     /// True if only this machine reaches the server.
     pub(crate) is_local: bool,
     /// True once the shutdown ends all answers.
@@ -116,18 +119,19 @@ impl Service {
     /// refuses it.
     pub(crate) async fn answer(&self, ask: Ask) -> Result<Reply, Refusal> {
         let seat = self.seats.take(ask.owner.tenant.as_ref())?;
-        self.answer_from(Some(seat), ask).await
+        Ok(self.answer_from(Some(seat), ask).await?.0)
     }
 
-    /// Submits a request of the server itself, which takes no place from others and is in no metric.
+    /// Submits a request of the server itself, which takes no place from others and is in no metric. Returns the engine's
+    /// request, too.
     ///
     /// # Errors
     /// Refuses the request like [`answer`](Self::answer).
-    pub(crate) async fn answer_quietly(&self, ask: Ask) -> Result<Reply, Refusal> {
+    pub(crate) async fn answer_quietly(&self, ask: Ask) -> Result<(Reply, Option<Request>), Refusal> {
         self.answer_from(None, ask).await
     }
 
-    async fn answer_from(&self, seat: Option<Seat>, ask: Ask) -> Result<Reply, Refusal> {
+    async fn answer_from(&self, seat: Option<Seat>, ask: Ask) -> Result<(Reply, Option<Request>), Refusal> {
         let arrived = Instant::now();
         self.check_settings(&ask.settings)?;
         let (codec, guide, context) = (self.codec.clone(), self.guide.clone(), self.context);
@@ -158,6 +162,7 @@ impl Service {
         );
         let prompt_tokens = request.prompt.len();
         // The engine may compute a first token before this task goes on.
+        let own = is_quiet.then(|| request.clone());
         let submit = move |engine: &mut Engine| (engine.submit(request), arrived.elapsed());
         let (answer, waited) = self.engine.call(submit).await?;
         let answer = answer?;
@@ -176,7 +181,8 @@ impl Service {
             waited,
             patience: self.limits.send_time,
         };
-        Ok(Reply::start((answer, prompt_tokens), self.codec.clone(), form, self.closing.clone(), seat))
+        let answer = (answer, prompt_tokens);
+        Ok((Reply::start(answer, self.codec.clone(), form, self.closing.clone(), seat), own))
     }
 
     /// Returns the registered documents that are looked for in a request.

@@ -49,7 +49,7 @@ pub(crate) async fn metrics(State(service): State<Arc<Service>>, request: Reques
 pub(crate) async fn sleep(State(service): State<Arc<Service>>, request: Request) -> Response {
     let slept = async {
         service.check_operator(&request.into_parts().0)?;
-        let slept = service.engine.call(|engine| engine.sleep(&PoolTag::ALL)).await??;
+        let slept = service.unpinned(|engine| engine.sleep(&PoolTag::ALL), Result::is_ok).await??;
         info!(released_bytes = slept.released_bytes, "asleep");
         Ok(Json(json!({"released_bytes": slept.released_bytes, "saved_bytes": slept.saved_bytes}))
             .into_response())
@@ -62,6 +62,7 @@ pub(crate) async fn wake_up(State(service): State<Arc<Service>>, request: Reques
     let woken = async {
         service.check_operator(&request.into_parts().0)?;
         let woken = service.engine.call(|engine| engine.wake_up(&PoolTag::ALL)).await??;
+        service.pin_what_slept();
         Ok(Json(json!({"was_asleep": woken})).into_response())
     };
     respond(woken.await)
@@ -82,7 +83,7 @@ pub(crate) async fn is_sleeping(State(service): State<Arc<Service>>, request: Re
 pub(crate) async fn reset(State(service): State<Arc<Service>>, request: Request) -> Response {
     let reset = async {
         service.check_operator(&request.into_parts().0)?;
-        let freed = service.engine.call(|engine| forget(engine)).await?;
+        let freed = service.unpinned(|engine| forget(engine), |_| false).await?;
         info!(freed, "forgot what was cached");
         Ok(Json(json!({"freed_blocks": freed})).into_response())
     };

@@ -59,7 +59,7 @@ pub(crate) async fn get(State(service): State<Arc<Service>>, id: PathId, request
     respond(found(&service, id, request).await)
 }
 
-/// Forgets a document. Its keys and values leave the caches like those of other documents.
+/// Forgets a document. From now on, its keys and values leave the caches like those of other documents.
 pub(crate) async fn delete(State(service): State<Arc<Service>>, id: PathId, request: Request) -> Response {
     respond(removed(&service, id, request).await)
 }
@@ -84,7 +84,7 @@ async fn registered(service: &Arc<Service>, id: PathId, request: Request) -> Res
         service.leisure.check(system)?;
     }
     let (library, now) = (service.libraries.of(owner.tenant.as_ref()), service.libraries.now());
-    let (handle, new_id) = (Arc::clone(service), id.clone());
+    let (handle, new_id, tenant) = (Arc::clone(service), id.clone(), owner.tenant.clone());
     let work = move |codec: &TextCodec| {
         let tokens = codec.encode(&text, false)?.len();
         let mut library = library.lock();
@@ -98,32 +98,37 @@ async fn registered(service: &Arc<Service>, id: PathId, request: Request) -> Res
         let costs = DocumentCosts { tokens, kv_bytes: handle.kv_bytes(tokens), computed_in };
         library.set_costs(&new_id, costs);
         let document = library.get(&new_id).ok_or_else(|| unknown(&new_id))?;
-        Ok((status, shown(document, now)))
+        // It is pinned again when it has been computed with its new text and system prompt.
+        handle.pins.remove(tenant.as_ref(), &new_id);
+        Ok((status, shown(document, now, false)))
     };
     let answer = service.with_codec(owner.tenant.as_ref(), work).await?;
     if let Some(system) = system {
-        service.at_leisure(LeisureJob { tenant: owner.tenant, id, system }, compute);
+        service.pin_at_leisure([LeisureJob { tenant: owner.tenant, id, system }]);
     }
     let (status, document) = answer;
     Ok((status, Json(document)).into_response())
 }
 
-async fn listed(service: &Service, request: Request) -> Result<Response, Refusal> {
+async fn listed(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
-    let now = service.libraries.now();
+    let (now, handle, owner) = (service.libraries.now(), Arc::clone(service), tenant.clone());
     let list = service.with_library(tenant.as_ref(), move |library| {
-        let data: Vec<Value> = library.documents().map(|document| shown(document, now)).collect();
+        let is_pinned = |id: &str| handle.pins.contains(owner.as_ref(), id);
+        let data = library.documents().map(|document| shown(document, now, is_pinned(&document.id)));
+        let data: Vec<Value> = data.collect();
         Ok(json!({"object": "list", "data": data, "bytes": library.bytes()}))
     });
     Ok(Json(list.await?).into_response())
 }
 
-async fn found(service: &Service, id: PathId, request: Request) -> Result<Response, Refusal> {
+async fn found(service: &Arc<Service>, id: PathId, request: Request) -> Result<Response, Refusal> {
     let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
     let (id, now) = (read_id(id)?, service.libraries.now());
+    let is_pinned = service.pins.contains(tenant.as_ref(), &id);
     let document = service.with_library(tenant.as_ref(), move |library| {
         let document = library.get(&id).ok_or_else(|| unknown(&id))?;
-        let mut shown = shown(document, now);
+        let mut shown = shown(document, now, is_pinned);
         shown["text"] = json!(&*document.text);
         Ok(shown)
     });
@@ -133,6 +138,7 @@ async fn found(service: &Service, id: PathId, request: Request) -> Result<Respon
 async fn removed(service: &Service, id: PathId, request: Request) -> Result<Response, Refusal> {
     let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
     let id = read_id(id)?;
+    service.pins.remove(tenant.as_ref(), &id);
     let removed = service.with_library(tenant.as_ref(), move |library| {
         library.remove(&id).map(drop).ok_or_else(|| unknown(&id))?;
         Ok(json!({"id": id, "object": "document", "deleted": true}))
@@ -148,9 +154,18 @@ fn read_id(id: PathId) -> Result<String, Refusal> {
     }
 }
 
-/// Computes a document behind a system prompt, if it is still registered.
+impl Service {
+    /// Computes registered documents when nobody else wants the engine, and pins them.
+    pub(crate) fn pin_at_leisure(self: &Arc<Self>, jobs: impl IntoIterator<Item = LeisureJob>) {
+        for job in jobs {
+            self.at_leisure(job, compute);
+        }
+    }
+}
+
+/// Computes a document behind a system prompt and pins it, if it is still registered.
 async fn compute(service: Arc<Service>, job: LeisureJob) {
-    let LeisureJob { tenant, id, system } = job;
+    let LeisureJob { tenant, id, system } = job.clone();
     let library = service.libraries.of(tenant.as_ref());
     let Some(text) = library.lock().get(&id).map(|document| Arc::clone(&document.text)) else { return };
     let messages = vec![Message::new(Role::System, system), Message::new(Role::User, format!("{text}\n?"))];
@@ -174,29 +189,38 @@ async fn compute(service: Arc<Service>, job: LeisureJob) {
     };
     // The same text may be registered under another ID before.
     let is_own = |span: Option<[usize; 2]>| span.is_some_and(|[start, end]| end - start == text.len());
-    let answer = async { service.answer_quietly(ask).await?.whole(1).await };
+    let answer = async {
+        let (reply, request) = service.answer_quietly(ask).await?;
+        Ok::<_, Refusal>((reply.whole(1).await?.1, request))
+    };
     match answer.await {
         // A template may change the text, so that the document is not found in its prompt.
-        Ok((_, report)) if !report.parts.iter().any(|part| is_own(part.span)) => {
+        Ok((report, _)) if !report.parts.iter().any(|part| is_own(part.span)) => {
             info!(id, "a registered document is not in the prompt as the chat template writes it");
         }
-        Ok((_, report)) => {
+        Ok((report, request)) => {
             // Zero would mean that it is not computed.
             let seconds = (report.ttft_ms - report.queue_ms).max(1e-3) / 1e3;
             let computed_in = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-            let mut library = library.lock();
-            let costs = library.get(&id).filter(|document| document.text == text).and_then(|one| one.costs);
-            if let Some(costs) = costs {
-                library.set_costs(&id, DocumentCosts { computed_in, ..costs });
+            {
+                let mut library = library.lock();
+                let document = library.get(&id).filter(|document| document.text == text);
+                if let Some(costs) = document.and_then(|one| one.costs) {
+                    library.set_costs(&id, DocumentCosts { computed_in, ..costs });
+                }
             }
             debug!(id, ?computed_in, "computed a registered document");
+            let Some(request) = request else { return };
+            if let Err(refusal) = service.pin(job, text, request).await {
+                info!(id, reason = refusal.message, "a registered document is not pinned");
+            }
         }
         Err(refusal) => info!(id, reason = refusal.message, "a registered document is computed later"),
     }
 }
 
 /// Returns a document as the API shows it.
-fn shown(document: &RegisteredDocument, now: u64) -> Value {
+fn shown(document: &RegisteredDocument, now: u64, is_pinned: bool) -> Value {
     let expires = document.expires.map(|at| at.saturating_sub(now) as f64 / 1e3);
     let costs = document.costs.unwrap_or_default();
     json!({
@@ -207,6 +231,7 @@ fn shown(document: &RegisteredDocument, now: u64) -> Value {
         "tokens": costs.tokens,
         "kv_bytes": costs.kv_bytes,
         "computed_ms": (!costs.computed_in.is_zero()).then_some(1e3 * costs.computed_in.as_secs_f64()),
+        "pinned": is_pinned,
         "expires_in_seconds": expires,
     })
 }

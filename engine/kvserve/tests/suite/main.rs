@@ -16,6 +16,7 @@ mod endpoints;
 mod hostile;
 mod origins;
 mod page;
+mod pins;
 mod recorded;
 mod references;
 mod registered;

@@ -161,6 +161,8 @@ fn a_document_is_computed_at_leisure_behind_a_system_prompt() {
     }
     let answer = post(server.address(), CHAT, &pasted(&[0], json!({})));
     assert_eq!(parts(&answer)[0]["source"], "cache", "{answer:?}");
+    // It is pinned while it is registered.
+    assert_eq!(call(server.address(), "DELETE", &format!("/v1/documents/{id}"), &[], b"").status, 200);
     assert_nothing_is_held(&server);
 }
 

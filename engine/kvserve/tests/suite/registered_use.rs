@@ -240,6 +240,7 @@ fn documents_are_computed_without_the_places_of_requests_and_in_no_metric() {
     for i in 0..9 {
         let answer = post(server.address(), CHAT, &pasted(SYSTEM, &text(i))).json();
         assert_eq!(answer["kv"]["parts"][0]["source"], "cache", "{answer}");
+        call(server.address(), "DELETE", &format!("/v1/documents/d{i}"), &[], b"");
     }
     assert_nothing_is_held(&server);
 }
