@@ -147,6 +147,9 @@ pub(crate) enum Error {
     /// A server says of no model that it has it.
     #[error("{0} names no model; give the name that its requests must have with --model-name")]
     NoModelName(kvload::ServerUrl),
+    /// A server does not describe its caches.
+    #[error("{0} is no kvc serve: its /overview cannot be read")]
+    NoOverview(kvload::ServerUrl),
     /// The answers that show whether reuse suits the model do not say so.
     #[error(
         "{path} does not show that the settings lose at most {within} percentage points of answers; run kvc tune with more \

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use common::fails;
+use common::{fails, kvc, run_json};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
@@ -412,4 +412,32 @@ fn json_of(args: &[&str]) -> Value {
     let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
+}
+
+#[test]
+fn a_doctor_examines_a_running_server() {
+    let serving = Serving::start(&["--reuse-anyway"]);
+    let url = format!("http://{}", serving.address);
+    let young = run_json(&["doctor", "--url", &url, "--json"]);
+    assert_eq!(young, json!([]));
+    let table = kvc(&["doctor", "--url", &url]);
+    assert!(String::from_utf8(table.stdout).unwrap().starts_with("Nothing unusual after 0 answers"));
+    // The system prompt changes with every request, and documents are computed behind it.
+    for number in 0..12 {
+        let body = json!({
+            "messages": [{"role": "system", "content": format!("alba is {number} .")}, {"role": "user", "content": "alba ?"}],
+            "documents": ["alba is red .", "the market is blue ."],
+            "max_tokens": 1,
+        });
+        assert_eq!(serving.send("POST", "/v1/chat/completions", "", &body.to_string()).0, 200);
+    }
+    let found = run_json(&["doctor", "--url", &url, "--json"]);
+    assert_eq!(found[0]["symptom"], "few documents are found", "{found}");
+    assert!(found[0]["numbers"].as_str().unwrap().contains("other_context"), "{found}");
+    let table = String::from_utf8(kvc(&["doctor", "--url", &url]).stdout).unwrap();
+    assert!(table.contains("keep the system prompt constant"), "{table}");
+    fails(&["doctor", "--url", &format!("{url}/v1/models/")], 1, "404");
+    let full = Serving::start(&[]);
+    let found = run_json(&["doctor", "--url", &format!("http://{}", full.address), "--json"]);
+    assert_eq!(found[0]["symptom"], "documents are not reused");
 }

@@ -154,6 +154,7 @@ pub(super) fn restore(io: &dyn DiskIo, geometry: Geometry, mut state: SlabState)
         }
     }
     state.remove_orphans(|_| false);
+    state.restored();
     Ok(state)
 }
 

@@ -16,6 +16,10 @@ use crate::record::{AccountId, CellRun, Header, RecordNote};
 /// The fraction of a slab's cells that a checkpoint opens.
 const OPENED: u32 = 8;
 
+/// How far the numbers of writes jump when a slab is opened. The file may contain headers with numbers that the last
+/// checkpoint does not know, in cells that are free again.
+const JUMP: u64 = 1 << 32;
+
 /// The largest number of cells that a checkpoint opens. After a crash, the first page of each is read.
 const MOST_OPENED: u32 = 4096;
 
@@ -193,6 +197,11 @@ impl SlabState {
                 leaving.extend(children.remove(&key).unwrap_or_default());
             }
         }
+    }
+
+    /// Ends the restoring of a slab: later writes have larger numbers than all headers in the file.
+    pub(super) fn restored(&mut self) {
+        self.sequence = self.sequence.saturating_add(JUMP);
     }
 
     /// Returns whether the record's parent is here, or it has none.
@@ -421,14 +430,18 @@ impl SlabState {
         Checkpoint { table, opened }
     }
 
+    /// Ends a checkpoint that failed. It may be on the disk all the same, so that only cells that another one opens may be
+    /// written.
+    pub(super) fn not_opened(&mut self) {
+        for run in std::mem::take(&mut self.open).runs() {
+            self.closed.add(run);
+        }
+    }
+
     /// Ends a checkpoint that is on the disk: its open cells may be written.
     pub(super) fn opened(&mut self, checkpoint: &Checkpoint) {
         self.generation = checkpoint.table.generation;
-        let before: Vec<CellRun> = self.open.runs().collect();
-        for run in before {
-            self.open.remove(run);
-            self.closed.add(run);
-        }
+        self.not_opened();
         for &run in &checkpoint.opened {
             if self.closed.remove(run) {
                 self.open.add(run);

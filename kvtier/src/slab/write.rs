@@ -230,9 +230,13 @@ impl Shared {
     /// Writes a checkpoint that opens cells for a payload. The caller guarantees that nobody takes cells in the meantime.
     fn checkpoint(&self, payload: usize) -> io::Result<()> {
         let next = self.state.lock().checkpoint(payload);
-        write(&*self.io, self.geometry.table_offset(next.table.generation), next.table.pages())?;
-        self.io.sync()?;
-        self.state.lock().opened(&next);
-        Ok(())
+        let offset = self.geometry.table_offset(next.table.generation);
+        let written = write(&*self.io, offset, next.table.pages()).and_then(|()| self.io.sync());
+        let mut state = self.state.lock();
+        match &written {
+            Ok(()) => state.opened(&next),
+            Err(_) => state.not_opened(),
+        }
+        written
     }
 }

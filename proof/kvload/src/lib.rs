@@ -34,5 +34,5 @@ mod url;
 pub use client::{Client, Events, Response};
 pub use error::{Error, Result};
 pub use first::{FirstToken, first_tokens};
-pub use trace::{Target, model_names, play};
+pub use trace::{Target, get_all, model_names, play};
 pub use url::ServerUrl;

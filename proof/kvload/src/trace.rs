@@ -43,6 +43,22 @@ pub fn model_names(url: &ServerUrl) -> Result<Vec<String>> {
     })
 }
 
+/// Gets paths of a server one after another, with a key if one is given, and returns their texts.
+///
+/// # Errors
+/// Returns an error if the server cannot be reached, or refuses one of the paths.
+pub fn get_all(url: &ServerUrl, key: Option<&str>, paths: &[&str]) -> Result<Vec<String>> {
+    let client = Client::new(url.clone());
+    let client = key.map_or(client.clone(), |key| client.with_key(key));
+    runtime()?.block_on(async {
+        let mut texts = Vec::with_capacity(paths.len());
+        for path in paths {
+            texts.push(client.get(path).await?.ok().await?.text().await?);
+        }
+        Ok(texts)
+    })
+}
+
 /// Sends the requests of a trace to `/v1/completions`, each at its time: its prompt as tokens, streamed, to be answered
 /// greedily with the number of tokens that the trace says. The prompts are those that [`kvlab::play`] draws from the same
 /// seed. Connections for the requests at the start are open before the clock starts. Calls `progress` with the number of

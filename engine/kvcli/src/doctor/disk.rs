@@ -1,4 +1,4 @@
-//! `kvc doctor`: how a folder's disk is read and written, and how fast.
+//! `kvc doctor FOLDER`: how a folder's disk is read and written, and how fast.
 
 use std::io::Write;
 use std::path::Path;
@@ -33,7 +33,7 @@ struct DiskReport {
     read: f64,
 }
 
-pub(crate) fn doctor(args: &DoctorArgs) -> Result<()> {
+pub(super) fn doctor(args: &DoctorArgs) -> Result<()> {
     if !args.folder.is_dir() {
         return Err(kvtier::Error::NotAFolder { path: args.folder.clone() }.into());
     }
