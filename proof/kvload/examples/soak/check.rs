@@ -20,6 +20,9 @@ pub(crate) const FIXED: usize = 2 * Dialect::ALL.len();
 /// The time after the end of the traffic in which everything must have been given back.
 const GIVEN_BACK: Duration = Duration::from_secs(10);
 
+/// The memory that an idle connection may take at both of its ends, in bytes.
+const IDLE_CONNECTION: u64 = 16 << 10;
+
 /// The threads that must live, with their number. Names in the system have up to 15 bytes.
 const THREADS: [(&str, usize); 2] = [("kv-engine", 1), ("kv-serve", 2)];
 
@@ -52,17 +55,20 @@ impl FixedAnswers {
 pub(crate) struct Checkpoints {
     /// The resident memory at each checkpoint, in bytes.
     resident: Vec<u64>,
+    /// The number of idle connections that were open then.
+    idle: Vec<usize>,
     /// The most threads.
     threads: usize,
 }
 
 impl Checkpoints {
-    /// Checks the server while there is no traffic.
+    /// Checks the server while there is no traffic, but so many idle connections.
     pub(crate) fn check(
         &mut self,
         runtime: &Runtime,
         server: &Server,
         place: &Place,
+        idle: usize,
     ) -> Result<(), Box<dyn std::error::Error>> {
         let place = place.with_key(KEYS[0].0);
         runtime.block_on(async {
@@ -91,6 +97,7 @@ impl Checkpoints {
         }
         self.threads = self.threads.max(threads.values().sum());
         self.resident.push(resident()?);
+        self.idle.push(idle);
         Ok(())
     }
 
@@ -99,7 +106,8 @@ impl Checkpoints {
     pub(crate) fn judge(&self, most: u64, tally: &Tally) {
         let warm_up = (self.resident.len() / 3).max(1);
         let (Some(warm), Some(last)) = (self.resident.get(warm_up), self.resident.last()) else { return };
-        if last.saturating_sub(*warm) > most {
+        let opened = self.idle.last().copied().unwrap_or(0).saturating_sub(self.idle[warm_up]) as u64;
+        if last.saturating_sub(*warm) > most + opened * IDLE_CONNECTION {
             tally.violation(format!("the process grew from {} to {}", mib(*warm), mib(*last)));
         }
     }

@@ -8,6 +8,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::served::RECEIVE_TIME;
 use crate::tally::Tally;
+use crate::users::Stop;
 
 /// The number of files that are open besides idle connections: other connections, at both ends, and what the process has.
 const OTHERS: u64 = 1000;
@@ -30,21 +31,27 @@ pub(crate) struct IdleConnections {
     address: SocketAddr,
     wanted: usize,
     open: Vec<(Instant, TcpStream)>,
+    most: usize,
 }
 
 impl IdleConnections {
     pub(crate) fn new(address: SocketAddr, wanted: usize) -> Self {
-        println!("{wanted} idle connections");
-        Self { address, wanted, open: Vec::new() }
+        Self { address, wanted, open: Vec::new(), most: 0 }
     }
 
-    pub(crate) fn wanted(&self) -> usize {
-        self.wanted
+    /// Returns how many are wanted, and how many were open at the same time.
+    pub(crate) fn reached(&self) -> (usize, usize) {
+        (self.wanted, self.most)
     }
 
-    /// Opens the connections that are missing, and returns how many are open then.
-    pub(crate) fn open(&mut self) -> usize {
-        while self.open.len() < self.wanted {
+    /// Returns how many are open.
+    pub(crate) fn now(&self) -> usize {
+        self.open.len()
+    }
+
+    /// Opens the connections that are missing, while there is traffic.
+    pub(crate) fn open(&mut self, stop: &Stop) {
+        while self.open.len() < self.wanted && !stop.is_over() {
             let began = Instant::now();
             let Ok(mut stream) = TcpStream::connect_timeout(&self.address, Duration::from_secs(5)) else {
                 break;
@@ -60,7 +67,7 @@ impl IdleConnections {
             }
             self.open.push((began, stream));
         }
-        self.open.len()
+        self.most = self.most.max(self.open.len());
     }
 
     /// Forgets the connections that the server has closed, which it may do only after the time that it gives a client.
