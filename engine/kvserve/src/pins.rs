@@ -106,7 +106,10 @@ impl Service {
         let Some(left) = self.time_left(tenant.as_ref(), &id) else {
             return self.pins.remove(tenant.as_ref(), &id);
         };
-        let (Some(left), service) = (left, Arc::downgrade(self)) else { return };
+        if left == Duration::MAX {
+            return;
+        }
+        let service = Arc::downgrade(self);
         tokio::spawn(async move {
             tokio::time::sleep(left + Duration::from_millis(1)).await;
             if let Some(service) = service.upgrade() {
@@ -116,16 +119,17 @@ impl Service {
         });
     }
 
-    /// Returns the time until a pinned document expires, if it does. Returns `None` if it is no longer registered with the
-    /// text that is pinned.
-    fn time_left(&self, tenant: Option<&Arc<str>>, id: &str) -> Option<Option<Duration>> {
+    /// Returns the time until a pinned document expires, which is the longest one for a document that never does. Returns
+    /// `None` if it is no longer registered with the text that is pinned.
+    fn time_left(&self, tenant: Option<&Arc<str>>, id: &str) -> Option<Duration> {
         let (library, now) = (self.libraries.of(tenant), self.libraries.now());
         let mut library = library.lock();
         let document = library.get(id)?;
         let pins = self.pins.all.lock();
         let pin = pins.get(&(tenant.cloned(), id.to_owned()))?;
-        (pin.text == document.text)
-            .then(|| document.expires.map(|at| Duration::from_millis(at.saturating_sub(now))))
+        (pin.text == document.text).then(|| {
+            document.expires.map_or(Duration::MAX, |at| Duration::from_millis(at.saturating_sub(now)))
+        })
     }
 
     /// Lets all documents be evicted while `work` runs on the engine's thread. Afterwards they are computed again at

@@ -86,7 +86,7 @@ fn pinned_documents_outlive_later_ones_until_their_claim_is_dropped() {
     let document = |first: u32| (0..12).map(|i| 3 + (first * 7 + i * i) % 40).collect::<Vec<u32>>();
     let request = |first: u32| {
         let prompt = ChunkedPrompt::new(vec![1, 2, 3, 4], vec![document(first)], vec![5, 6]).unwrap();
-        Request { max_new_tokens: 1, ..Request::new(PromptTokens::Chunked(prompt.into())) }
+        Request { max_new_tokens: 1, ..Request::new(PromptTokens::Chunked(prompt)) }
     };
     let found = |engine: &mut Engine, first| {
         let answer = engine.generate(&request(first), &mut ()).unwrap();

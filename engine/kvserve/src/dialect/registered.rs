@@ -83,7 +83,7 @@ async fn registered(service: &Arc<Service>, id: PathId, request: Request) -> Res
     if let Some(system) = &system {
         service.leisure.check(system)?;
     }
-    let (library, now) = (service.libraries.of(owner.tenant.as_ref()), service.libraries.now());
+    let library = service.libraries.of(owner.tenant.as_ref());
     let (handle, new_id, tenant) = (Arc::clone(service), id.clone(), owner.tenant.clone());
     let work = move |codec: &TextCodec| {
         let tokens = codec.encode(&text, false)?.len();
@@ -100,7 +100,7 @@ async fn registered(service: &Arc<Service>, id: PathId, request: Request) -> Res
         let document = library.get(&new_id).ok_or_else(|| unknown(&new_id))?;
         // It is pinned again when it has been computed with its new text and system prompt.
         handle.pins.remove(tenant.as_ref(), &new_id);
-        Ok((status, shown(document, now, false)))
+        Ok((status, shown(document, handle.libraries.now(), false)))
     };
     let answer = service.with_codec(owner.tenant.as_ref(), work).await?;
     if let Some(system) = system {
@@ -112,8 +112,9 @@ async fn registered(service: &Arc<Service>, id: PathId, request: Request) -> Res
 
 async fn listed(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
-    let (now, handle, owner) = (service.libraries.now(), Arc::clone(service), tenant.clone());
+    let (handle, owner) = (Arc::clone(service), tenant.clone());
     let list = service.with_library(tenant.as_ref(), move |library| {
+        let now = handle.libraries.now();
         let is_pinned = |id: &str| handle.pins.contains(owner.as_ref(), id);
         let data = library.documents().map(|document| shown(document, now, is_pinned(&document.id)));
         let data: Vec<Value> = data.collect();
@@ -124,11 +125,11 @@ async fn listed(service: &Arc<Service>, request: Request) -> Result<Response, Re
 
 async fn found(service: &Arc<Service>, id: PathId, request: Request) -> Result<Response, Refusal> {
     let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
-    let (id, now) = (read_id(id)?, service.libraries.now());
+    let (id, handle) = (read_id(id)?, Arc::clone(service));
     let is_pinned = service.pins.contains(tenant.as_ref(), &id);
     let document = service.with_library(tenant.as_ref(), move |library| {
         let document = library.get(&id).ok_or_else(|| unknown(&id))?;
-        let mut shown = shown(document, now, is_pinned);
+        let mut shown = shown(document, handle.libraries.now(), is_pinned);
         shown["text"] = json!(&*document.text);
         Ok(shown)
     });

@@ -81,6 +81,7 @@ fn an_answer_that_is_not_read_ends_with_an_error_or_a_closed_connection() {
     let mut client = Client::new(server.address());
     let more = json!({"ignore_eos": true, "max_tokens": 1900, "n": 8, "logprobs": true, "top_logprobs": 20, "stream": true});
     client.request("POST", CHAT, &[], question(more).to_string().as_bytes());
+    assert_eq!(client.head().0, 200);
     let gone = (0..6000).any(|_| {
         std::thread::sleep(Duration::from_millis(10));
         get(server.address(), "/metrics").body.contains("kvserve:requests{model_name=\"tiny-rag\"} 0.0")
