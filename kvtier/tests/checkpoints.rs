@@ -6,9 +6,9 @@ mod common;
 use std::time::{Duration, Instant};
 
 use common::disk::TestDisk;
-use common::{load, record};
+use common::{load, record, scope};
 use kvtier::io::PAGE;
-use kvtier::{Record, Slab};
+use kvtier::{AccountId, Record, Slab};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -64,7 +64,7 @@ fn with_a_write_that_hangs(disk: &TestDisk, before: u32) -> Slab {
     store_each(&slab, 0..before);
     disk.state().holding = Some(PAYLOAD);
     slab.store(small(HANGING));
-    wait_until(|| "no write hangs".to_owned(), || disk.holds());
+    wait_until(|| "no write hangs".to_owned(), || disk.held() == 1);
     slab
 }
 
@@ -113,4 +113,59 @@ fn records_that_push_out_newer_ones_wait_for_the_older_one() {
     assert!(slab.flush(PATIENCE) && stored(&99));
     slab.check_invariants().unwrap();
     check_after_a_crash(&disk, 0..HANGING + 1, |number| stored(&number));
+}
+
+/// A limit evicts records that are newer than the one that hangs, just before a checkpoint. Their headers are in cells that
+/// a checkpoint opens after a restart.
+#[test]
+fn records_that_have_left_do_not_come_back_after_two_restarts() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = with_a_write_that_hangs(&disk, 10);
+    let tenant = AccountId::of(&scope().child(&[7]));
+    slab.limit_account(tenant, Some(24 << 10));
+    let others = 2000..2020;
+    for number in others.clone() {
+        let mut record = small(number);
+        record.note.account = tenant;
+        disk.state().holding = Some(PAYLOAD);
+        slab.store(record.clone());
+        wait_until(|| format!("{number} is not written: {:?}", slab.usage()), || disk.held() == 2);
+        // What has left since the last checkpoint may be found after the crash, but not what is not found then.
+        let again = TestDisk::in_memory(disk.image());
+        let found = || {
+            let slab = again.open().unwrap();
+            slab.check_invariants().unwrap();
+            others.clone().filter(|&number| slab.contains(&small(number).id.key)).collect::<Vec<_>>()
+        };
+        let first = found();
+        assert_eq!(found(), first, "after {number}");
+        disk.release();
+        wait_until(|| format!("{number} is not found: {:?}", slab.usage()), || slab.contains(&record.id.key));
+    }
+}
+
+/// The table of a checkpoint that failed may be on the disk. What is written afterwards is found all the same.
+#[test]
+fn records_after_a_checkpoint_that_failed_survive_a_crash() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open().unwrap();
+    let mut kept = Vec::new();
+    for number in 0..60 {
+        disk.state().failing_syncs = number % 7 == 3;
+        slab.store(small(number));
+        assert!(slab.flush(PATIENCE));
+        disk.state().failing_syncs = false;
+        // A smaller one fits into cells that are left.
+        let little = record(5000 + number, 3_000);
+        slab.store(little.clone());
+        assert!(slab.flush(PATIENCE));
+        kept.extend([small(number), little]);
+        kept.retain(|record| slab.contains(&record.id.key));
+        let again = TestDisk::in_memory(disk.image()).open().unwrap();
+        for record in &kept {
+            assert!(again.contains(&record.id.key), "{number}: {:?} is lost", record.id.stored_start);
+            assert_eq!(load(&again, &record.id).unwrap(), record.buffers);
+        }
+    }
+    assert!(slab.usage().write_errors > 3, "{:?}", slab.usage());
 }

@@ -1,6 +1,6 @@
 //! Registered documents that wait to be computed, one after another, while nobody else wants the engine.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,22 +33,30 @@ pub(crate) struct LeisureJob {
 #[derive(Debug, Default)]
 pub(crate) struct Leisure(Mutex<Queue>);
 
+/// A tenant's document: the tag of the tenant, and the ID.
+pub(crate) type Place = (Option<Arc<str>>, String);
+
 #[derive(Debug, Default)]
 struct Queue {
-    jobs: VecDeque<LeisureJob>,
+    places: VecDeque<Place>,
+    /// The system prompts of the documents in the queue.
+    systems: HashMap<Place, String>,
     bytes: usize,
     /// True while a task works on the queue.
     is_worked_on: bool,
+    /// True while a document is computed.
+    is_computing: bool,
+    /// The number of those who want nothing to be computed now.
+    pauses: usize,
 }
 
-impl LeisureJob {
-    fn bytes(&self) -> usize {
-        self.id.len() + self.system.len()
-    }
-
-    fn has_key(&self, other: &Self) -> bool {
-        (&self.tenant, &self.id) == (&other.tenant, &other.id)
-    }
+/// What a task that works on the queue does next.
+#[derive(Debug, PartialEq, Eq)]
+enum Next {
+    Compute(LeisureJob),
+    Wait,
+    /// Nothing waits, and the task no longer works on the queue.
+    End,
 }
 
 impl Leisure {
@@ -67,25 +75,47 @@ impl Leisure {
 
     /// Adds a job. A job for the same document that waits is replaced. Returns true if the caller must work on the queue.
     fn add(&self, job: LeisureJob) -> bool {
+        let LeisureJob { tenant, id, system } = job;
+        let (place, bytes) = ((tenant, id), system.len());
         let mut queue = self.0.lock();
-        queue.bytes += job.bytes();
-        match queue.jobs.iter_mut().find(|waiting| waiting.has_key(&job)) {
-            Some(waiting) => {
-                let old = std::mem::replace(waiting, job);
-                queue.bytes -= old.bytes();
-            }
-            None => queue.jobs.push_back(job),
+        queue.bytes += bytes;
+        match queue.systems.insert(place.clone(), system) {
+            Some(old) => queue.bytes -= old.len(),
+            None => queue.places.push_back(place),
         }
         !std::mem::replace(&mut queue.is_worked_on, true)
     }
 
-    /// Takes the next job. Without one, the caller no longer works on the queue.
-    fn take(&self) -> Option<LeisureJob> {
+    /// Takes the next job, which the caller computes.
+    fn take(&self) -> Next {
         let mut queue = self.0.lock();
-        let job = queue.jobs.pop_front();
-        queue.bytes -= job.as_ref().map_or(0, LeisureJob::bytes);
-        queue.is_worked_on = job.is_some();
-        job
+        if queue.pauses > 0 {
+            return Next::Wait;
+        }
+        let taken = queue.places.pop_front().and_then(|place| queue.systems.remove_entry(&place));
+        (queue.is_worked_on, queue.is_computing) = (taken.is_some(), taken.is_some());
+        let Some(((tenant, id), system)) = taken else { return Next::End };
+        queue.bytes -= system.len();
+        Next::Compute(LeisureJob { tenant, id, system })
+    }
+
+    /// Ends the computing of a document.
+    fn computed(&self) {
+        self.0.lock().is_computing = false;
+    }
+
+    /// Lets no document be computed until [`resume`](Self::resume), and waits for the one that is being computed.
+    pub(crate) async fn pause(&self) {
+        self.0.lock().pauses += 1;
+        while self.0.lock().is_computing {
+            tokio::time::sleep(LOOK).await;
+        }
+    }
+
+    /// Ends a pause.
+    pub(crate) fn resume(&self) {
+        let mut queue = self.0.lock();
+        queue.pauses = queue.pauses.saturating_sub(1);
     }
 }
 
@@ -101,15 +131,23 @@ impl Service {
         }
         let service = Arc::clone(self);
         tokio::spawn(async move {
-            while let Some(job) = service.leisure.take() {
+            loop {
                 let idle = async {
                     while service.seats.taken() > 0 || !service.engine.last_step().is_idle() {
                         tokio::time::sleep(LOOK).await;
                     }
                 };
                 let _ = tokio::time::timeout(PATIENCE, idle).await;
-                // What waits behind a job that panics is computed all the same.
-                let _ = AssertUnwindSafe(compute(Arc::clone(&service), job)).catch_unwind().await;
+                let next = if service.is_asleep() { Next::Wait } else { service.leisure.take() };
+                match next {
+                    Next::Compute(job) => {
+                        // What waits behind a job that panics is computed all the same.
+                        let _ = AssertUnwindSafe(compute(Arc::clone(&service), job)).catch_unwind().await;
+                        service.leisure.computed();
+                    }
+                    Next::Wait => tokio::time::sleep(LOOK).await,
+                    Next::End => return,
+                }
             }
         });
     }
@@ -133,8 +171,14 @@ mod tests {
         assert!(!leisure.add(other.clone()));
         leisure.check(&"a".repeat(MOST - 20)).unwrap();
         assert_eq!(leisure.check(&"a".repeat(MOST)).unwrap_err().kind, Kind::Overloaded);
-        let all: Vec<LeisureJob> = std::iter::from_fn(|| leisure.take()).collect();
-        assert_eq!(all, [job("a", "three"), job("b", "two"), other]);
+        leisure.0.lock().pauses = 1;
+        assert_eq!(leisure.take(), Next::Wait);
+        leisure.resume();
+        for expected in [job("a", "three"), job("b", "two"), other] {
+            assert_eq!(leisure.take(), Next::Compute(expected));
+        }
+        assert!(leisure.0.lock().is_computing);
+        assert_eq!(leisure.take(), Next::End);
         assert_eq!(leisure.0.lock().bytes, 0);
         assert!(leisure.add(job("a", "one")), "the queue is no longer worked on");
     }

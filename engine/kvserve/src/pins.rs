@@ -4,79 +4,158 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvengine::{PinnedPrompt, Request};
+use kvengine::{Engine, PinnedPrompt, PoolTag, Request};
 use parking_lot::Mutex;
 use tracing::{debug, info};
 
-use crate::leisure::LeisureJob;
+use crate::leisure::{LeisureJob, Place};
 use crate::refusal::Refusal;
 use crate::service::Service;
 
 /// The share of the blocks for documents that may be pinned, by all tenants together.
 const SHARE: f64 = 0.5;
 
-/// A tenant's document: the tag of the tenant, and the ID.
-type Place = (Option<Arc<str>>, String);
-
 /// The documents that are pinned.
 #[derive(Debug)]
 pub(crate) struct Pins {
     /// The largest number of blocks that a tenant may pin.
     most: usize,
-    all: Mutex<BTreeMap<Place, Pin>>,
-    /// The documents that were pinned when the caches fell asleep.
-    asleep: Mutex<Vec<LeisureJob>>,
+    all: Mutex<Pinned>,
 }
 
+#[derive(Debug, Default)]
+struct Pinned {
+    documents: BTreeMap<Place, Pin>,
+    /// The number of the next pin.
+    next: u64,
+    is_asleep: bool,
+}
+
+/// A document that was computed behind a system prompt.
 #[derive(Debug)]
 struct Pin {
+    number: u64,
     text: Arc<str>,
-    /// The system prompt behind which the document was computed.
     system: String,
-    pinned: PinnedPrompt,
+    /// The request that computed it.
+    request: Request,
+    /// `None` while the caches are asleep.
+    claim: Option<PinnedPrompt>,
 }
 
 impl Pins {
     /// Creates a list without documents, for a pool with this number of blocks for documents.
     pub(crate) fn new(blocks: usize, tenants: usize) -> Self {
-        let most = (SHARE * blocks as f64) as usize / tenants.max(1);
-        Self { most, all: Mutex::default(), asleep: Mutex::default() }
+        Self { most: (SHARE * blocks as f64) as usize / tenants.max(1), all: Mutex::default() }
     }
 
     /// Returns whether a tenant's document is pinned.
     pub(crate) fn contains(&self, tenant: Option<&Arc<str>>, id: &str) -> bool {
-        self.all.lock().contains_key(&(tenant.cloned(), id.to_owned()))
+        let all = self.all.lock();
+        all.documents.get(&(tenant.cloned(), id.to_owned())).is_some_and(|pin| pin.claim.is_some())
     }
 
-    /// Adds a document. Returns false, and pins nothing, if the tenant has pinned as much as it may.
-    fn add(&self, place: Place, pin: Pin) -> bool {
+    /// Pins a document that `request` has computed. Returns the number of the pin, or `None` if the document is not in the
+    /// cache, or the tenant has pinned as much as it may. Runs on the engine's thread, so that the caches do not fall asleep
+    /// in between.
+    fn add(
+        &self,
+        engine: &Engine,
+        place: Place,
+        (text, system, request): (Arc<str>, String, Request),
+    ) -> kvengine::Result<Option<u64>> {
+        let claim = claim(engine, &request)?;
         let mut all = self.all.lock();
-        let of_tenant = all.iter().filter(|(other, _)| other.0 == place.0 && other.1 != place.1);
-        let used: usize = of_tenant.map(|(_, pin)| pin.pinned.document_blocks()).sum();
-        if used + pin.pinned.document_blocks() > self.most {
-            return false;
+        if claim.is_none() && !all.is_asleep {
+            return Ok(None);
         }
-        let replaced = all.insert(place, pin);
-        drop(all);
-        drop(replaced);
-        true
+        let others = all.documents.iter().filter(|(other, _)| other.0 == place.0 && other.1 != place.1);
+        let blocks = |claim: &Option<PinnedPrompt>| claim.as_ref().map_or(0, PinnedPrompt::document_blocks);
+        let used: usize = others.map(|(_, pin)| blocks(&pin.claim)).sum();
+        if used + blocks(&claim) > self.most {
+            info!(id = place.1, "not pinned, because its tenant has pinned as much as it may");
+            return Ok(None);
+        }
+        let number = all.next;
+        all.next += 1;
+        all.documents.insert(place, Pin { number, text, system, request, claim });
+        Ok(Some(number))
     }
 
     /// Lets a document be evicted.
     pub(crate) fn remove(&self, tenant: Option<&Arc<str>>, id: &str) {
-        let removed = self.all.lock().remove(&(tenant.cloned(), id.to_owned()));
-        drop(removed);
+        self.all.lock().documents.remove(&(tenant.cloned(), id.to_owned()));
     }
 
-    /// Lets all documents be evicted. Returns the work that pins them again.
-    fn take(&self) -> Vec<LeisureJob> {
-        let all = std::mem::take(&mut *self.all.lock());
-        all.into_iter().map(|((tenant, id), pin)| LeisureJob { tenant, id, system: pin.system }).collect()
+    /// Lets a document be evicted if it is pinned with this number.
+    fn remove_numbered(&self, place: &Place, number: u64) {
+        let mut all = self.all.lock();
+        if all.documents.get(place).is_some_and(|pin| pin.number == number) {
+            all.documents.remove(place);
+        }
+    }
+
+    /// Gives up all claims, puts the caches to sleep with `sleep`, and claims all documents again if that fails.
+    pub(crate) fn fall_asleep<T, E>(
+        &self,
+        engine: &mut Engine,
+        sleep: impl FnOnce(&mut Engine) -> Result<T, E>,
+    ) -> Result<T, E> {
+        let mut all = self.all.lock();
+        all.documents.values_mut().for_each(|pin| pin.claim = None);
+        let slept = sleep(engine);
+        all.is_asleep = engine.is_sleeping(PoolTag::Chunks);
+        if slept.is_err() {
+            all.claim_again(engine);
+        }
+        slept
+    }
+
+    /// Claims the documents again after the caches have woken. Returns those that have been lost.
+    pub(crate) fn woken(&self, engine: &Engine) -> Vec<LeisureJob> {
+        let mut all = self.all.lock();
+        all.is_asleep = engine.is_sleeping(PoolTag::Chunks);
+        all.claim_again(engine);
+        all.take_lost()
+    }
+
+    /// Gives up all claims, for caches that are emptied by `empty`. Returns the documents to be computed again.
+    pub(crate) fn emptied<T>(&self, empty: impl FnOnce() -> T) -> (T, Vec<LeisureJob>) {
+        let mut all = self.all.lock();
+        if all.is_asleep {
+            return (empty(), Vec::new());
+        }
+        all.documents.values_mut().for_each(|pin| pin.claim = None);
+        (empty(), all.take_lost())
     }
 }
 
+impl Pinned {
+    fn claim_again(&mut self, engine: &Engine) {
+        for pin in self.documents.values_mut().filter(|pin| pin.claim.is_none()) {
+            pin.claim = claim(engine, &pin.request).unwrap_or_default();
+        }
+    }
+
+    /// Takes out the documents without a claim, unless the caches are asleep.
+    fn take_lost(&mut self) -> Vec<LeisureJob> {
+        if self.is_asleep {
+            return Vec::new();
+        }
+        let lost = self.documents.extract_if(.., |_, pin| pin.claim.is_none());
+        lost.map(|((tenant, id), pin)| LeisureJob { tenant, id, system: pin.system }).collect()
+    }
+}
+
+/// Claims the document of a request, if it is in the cache.
+fn claim(engine: &Engine, request: &Request) -> kvengine::Result<Option<PinnedPrompt>> {
+    // The system prompt is soon computed again, and its blocks are those of all requests.
+    let claim = engine.pin(request)?.documents_only();
+    Ok((claim.document_tokens() > 0).then_some(claim))
+}
+
 impl Service {
-    /// Pins a document that `request` has computed behind `system`, until it is no longer registered with this text.
+    /// Pins a document that `request` has computed behind a system prompt, until it is no longer registered with this text.
     ///
     /// # Errors
     /// Refuses if the engine does.
@@ -86,72 +165,67 @@ impl Service {
         text: Arc<str>,
         request: Request,
     ) -> Result<(), Refusal> {
-        let pinned = self.engine.call(move |engine| engine.pin(&request)).await??;
-        if pinned.document_tokens() == 0 {
-            return Ok(());
-        }
         let LeisureJob { tenant, id, system } = job;
-        let pin = Pin { text: Arc::clone(&text), system, pinned };
-        if !self.pins.add((tenant.clone(), id.clone()), pin) {
-            info!(id, "a registered document is not pinned, because its tenant has pinned as much as it may");
-            return Ok(());
+        let (service, place) = (Arc::clone(self), (tenant, id));
+        let new = (place.clone(), (text, system, request));
+        let added = self.engine.call(move |engine| service.pins.add(engine, new.0, new.1)).await??;
+        if let Some(number) = added {
+            debug!(id = place.1, "pinned a registered document");
+            self.unpin_in_time(place, number);
         }
-        debug!(id, "pinned a registered document");
-        self.unpin_in_time(tenant, id);
         Ok(())
     }
 
     /// Unpins a document once it has expired, or now if it has been removed or replaced since it was computed.
-    fn unpin_in_time(self: &Arc<Self>, tenant: Option<Arc<str>>, id: String) {
-        let Some(left) = self.time_left(tenant.as_ref(), &id) else {
-            return self.pins.remove(tenant.as_ref(), &id);
+    fn unpin_in_time(self: &Arc<Self>, place: Place, number: u64) {
+        let left = match self.time_left(&place, number) {
+            None => return self.pins.remove_numbered(&place, number),
+            Some(None) => return,
+            Some(Some(left)) => left,
         };
-        if left == Duration::MAX {
-            return;
-        }
         let service = Arc::downgrade(self);
         tokio::spawn(async move {
             tokio::time::sleep(left + Duration::from_millis(1)).await;
             if let Some(service) = service.upgrade() {
                 // It may have been registered for longer in the meantime.
-                service.unpin_in_time(tenant, id);
+                service.unpin_in_time(place, number);
             }
         });
     }
 
-    /// Returns the time until a pinned document expires, which is the longest one for a document that never does. Returns
-    /// `None` if it is no longer registered with the text that is pinned.
-    fn time_left(&self, tenant: Option<&Arc<str>>, id: &str) -> Option<Duration> {
-        let (library, now) = (self.libraries.of(tenant), self.libraries.now());
+    /// Returns the time until a document expires, if it does. Returns `None` if it is no longer pinned with this number, or
+    /// registered with the text that is pinned.
+    fn time_left(&self, place: &Place, number: u64) -> Option<Option<Duration>> {
+        let (library, now) = (self.libraries.of(place.0.as_ref()), self.libraries.now());
         let mut library = library.lock();
-        let document = library.get(id)?;
-        let pins = self.pins.all.lock();
-        let pin = pins.get(&(tenant.cloned(), id.to_owned()))?;
-        (pin.text == document.text).then(|| {
-            document.expires.map_or(Duration::MAX, |at| Duration::from_millis(at.saturating_sub(now)))
-        })
+        let document = library.get(&place.1)?;
+        let all = self.pins.all.lock();
+        let pin = all.documents.get(place).filter(|pin| pin.number == number)?;
+        (pin.text == document.text)
+            .then(|| document.expires.map(|at| Duration::from_millis(at.saturating_sub(now))))
     }
 
-    /// Lets all documents be evicted while `work` runs on the engine's thread. Afterwards they are computed again at
-    /// leisure, if they have left, and pinned.
-    pub(crate) async fn unpinned<R: Send + 'static>(
+    /// Runs work on the engine's thread while no registered document is computed, and to its end even if its caller goes
+    /// away. Then computes the documents that it returns, at leisure.
+    pub(crate) async fn undisturbed<R: Send + 'static>(
         self: &Arc<Self>,
-        work: impl FnOnce(&mut kvengine::Engine) -> R + Send + 'static,
-        falls_asleep: impl FnOnce(&R) -> bool,
+        work: impl FnOnce(&Pins, &mut Engine) -> (R, Vec<LeisureJob>) + Send + 'static,
     ) -> Result<R, Refusal> {
-        let jobs = self.pins.take();
-        let done = self.engine.call(work).await;
-        if done.as_ref().is_ok_and(falls_asleep) {
-            self.pins.asleep.lock().extend(jobs);
-        } else {
-            self.pin_at_leisure(jobs);
-        }
-        done
+        let service = Arc::clone(self);
+        let done = tokio::spawn(async move {
+            service.leisure.pause().await;
+            let pinning = Arc::clone(&service);
+            let done = service.engine.call(move |engine| work(&pinning.pins, engine)).await;
+            service.leisure.resume();
+            let (result, lost) = done?;
+            service.pin_at_leisure(lost);
+            Ok(result)
+        });
+        done.await.map_err(|_| Refusal::engine_gone())?
     }
 
-    /// Pins what was pinned when the caches fell asleep.
-    pub(crate) fn pin_what_slept(self: &Arc<Self>) {
-        let jobs = std::mem::take(&mut *self.pins.asleep.lock());
-        self.pin_at_leisure(jobs);
+    /// Returns whether the caches for documents are asleep, as far as the pins know.
+    pub(crate) fn is_asleep(&self) -> bool {
+        self.pins.all.lock().is_asleep
     }
 }

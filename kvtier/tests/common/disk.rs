@@ -46,6 +46,8 @@ pub(crate) struct TestState {
     hanging: Option<Vec<(usize, IoRequest, OnEnd)>>,
     /// The number of writes and syncs after which all writes and syncs hang.
     pub(crate) hanging_after: Option<usize>,
+    /// True if syncs fail. What was written is on the disk all the same.
+    pub(crate) failing_syncs: bool,
     /// The length of a write that hangs although later ones do not.
     pub(crate) holding: Option<usize>,
     held: Vec<(usize, IoRequest, OnEnd)>,
@@ -136,15 +138,15 @@ impl TestDisk {
         self.state().late.as_ref().map_or(0, Vec::len)
     }
 
-    /// Returns whether a write hangs although later ones did not.
-    pub(crate) fn holds(&self) -> bool {
-        !self.state().held.is_empty()
+    /// Returns the number of writes that hang although later ones did not.
+    pub(crate) fn held(&self) -> usize {
+        self.state().held.len()
     }
 
-    /// Answers a write that hangs although later ones did not.
+    /// Answers the last of the writes that hang although later ones did not.
     pub(crate) fn release(&self) {
-        let held = std::mem::take(&mut self.state().held);
-        for (index, request, on_end) in held {
+        let held = self.state().held.pop();
+        if let Some((index, request, on_end)) = held {
             self.start(vec![request], Arc::new(move |end| on_end(IoEnd { index, ..end })));
         }
     }
@@ -253,6 +255,9 @@ impl DiskIo for TestDisk {
         while hangs {
             std::thread::sleep(Duration::from_millis(1));
             hangs = self.state().hanging_after.is_some();
+        }
+        if self.state().failing_syncs {
+            return Err(io::Error::other("broken"));
         }
         self.state().events.push(Event::Sync);
         self.below.sync()

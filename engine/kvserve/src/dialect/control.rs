@@ -14,6 +14,7 @@ use tracing::info;
 use super::openai::respond;
 use super::{anthropic, cohere, openai};
 use crate::metrics::CacheText;
+use crate::pins::Pins;
 use crate::refusal::{Kind, Refusal};
 use crate::service::Service;
 
@@ -49,7 +50,11 @@ pub(crate) async fn metrics(State(service): State<Arc<Service>>, request: Reques
 pub(crate) async fn sleep(State(service): State<Arc<Service>>, request: Request) -> Response {
     let slept = async {
         service.check_operator(&request.into_parts().0)?;
-        let slept = service.unpinned(|engine| engine.sleep(&PoolTag::ALL), Result::is_ok).await??;
+        let slept = service
+            .undisturbed(|pins, engine| {
+                (pins.fall_asleep(engine, |engine| engine.sleep(&PoolTag::ALL)), Vec::new())
+            })
+            .await??;
         info!(released_bytes = slept.released_bytes, "asleep");
         Ok(Json(json!({"released_bytes": slept.released_bytes, "saved_bytes": slept.saved_bytes}))
             .into_response())
@@ -61,8 +66,11 @@ pub(crate) async fn sleep(State(service): State<Arc<Service>>, request: Request)
 pub(crate) async fn wake_up(State(service): State<Arc<Service>>, request: Request) -> Response {
     let woken = async {
         service.check_operator(&request.into_parts().0)?;
-        let woken = service.engine.call(|engine| engine.wake_up(&PoolTag::ALL)).await??;
-        service.pin_what_slept();
+        let wake = |pins: &Pins, engine: &mut Engine| {
+            let woken = engine.wake_up(&PoolTag::ALL);
+            (woken, pins.woken(engine))
+        };
+        let woken = service.undisturbed(wake).await??;
         Ok(Json(json!({"was_asleep": woken})).into_response())
     };
     respond(woken.await)
@@ -83,7 +91,7 @@ pub(crate) async fn is_sleeping(State(service): State<Arc<Service>>, request: Re
 pub(crate) async fn reset(State(service): State<Arc<Service>>, request: Request) -> Response {
     let reset = async {
         service.check_operator(&request.into_parts().0)?;
-        let freed = service.unpinned(|engine| forget(engine), |_| false).await?;
+        let freed = service.undisturbed(|pins, engine| pins.emptied(|| forget(engine))).await?;
         info!(freed, "forgot what was cached");
         Ok(Json(json!({"freed_blocks": freed})).into_response())
     };
