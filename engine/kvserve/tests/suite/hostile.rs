@@ -91,6 +91,13 @@ fn an_answer_that_is_not_read_ends_with_an_error_or_a_closed_connection() {
     let ends = text.matches("\"finish_reason\":\"length\"").count();
     assert!(ends < 8, "the answer was not longer than what the system keeps for a slow reader");
     assert!(!text.contains("[DONE]") || text.contains("read too slowly"), "a part of an answer looks whole");
+    // The next step frees the blocks.
+    let freed = (0..2000).any(|_| {
+        std::thread::sleep(Duration::from_millis(1));
+        let counts = server.with_engine(|engine| engine.report().main.unwrap()).unwrap();
+        counts.mutable + counts.shared == 0
+    });
+    assert!(freed, "the request holds blocks");
     assert_nothing_is_held(&server);
 }
 
