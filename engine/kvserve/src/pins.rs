@@ -104,7 +104,7 @@ impl Pins {
         let mut all = self.all.lock();
         all.documents.values_mut().for_each(|pin| pin.claim = None);
         let slept = sleep(engine);
-        all.is_asleep = engine.is_sleeping(PoolTag::Chunks);
+        all.is_asleep = engine.is_sleeping(PoolTag::ChunkCache);
         if slept.is_err() {
             all.claim_again(engine);
         }
@@ -114,7 +114,7 @@ impl Pins {
     /// Claims the documents again after the caches have woken. Returns those that have been lost.
     pub(crate) fn woken(&self, engine: &Engine) -> Vec<LeisureJob> {
         let mut all = self.all.lock();
-        all.is_asleep = engine.is_sleeping(PoolTag::Chunks);
+        all.is_asleep = engine.is_sleeping(PoolTag::ChunkCache);
         all.claim_again(engine);
         all.take_lost()
     }

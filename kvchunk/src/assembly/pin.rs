@@ -13,7 +13,7 @@ use crate::prompt::ChunkedPrompt;
 ///
 /// # Drop behaviour
 /// The parts stay cached until room is needed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[must_use = "dropping the claim allows the parts to be evicted"]
 pub struct PinnedParts {
     prefixes: Vec<PinnedBlocks>,
@@ -24,6 +24,11 @@ impl PinnedParts {
     /// Returns the number of blocks of the system prompt that are pinned.
     pub fn system_blocks(&self) -> usize {
         self.prefixes.first().map_or(0, |blocks| blocks.ids().len())
+    }
+
+    /// Gives up the claim on the system prompt and the decoys.
+    pub fn without_prefixes(self) -> Self {
+        Self { prefixes: Vec::new(), ..self }
     }
 
     /// Returns the pieces that are pinned.

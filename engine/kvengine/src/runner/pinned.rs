@@ -30,6 +30,15 @@ impl PinnedPrompt {
         Self { pinned: Pinned::Parts(parts), block_size }
     }
 
+    /// Gives up the claim on the start of the prompt, and keeps the one on its documents.
+    pub fn documents_only(self) -> Self {
+        let parts = match self.pinned {
+            Pinned::Start(_) => PinnedParts::default(),
+            Pinned::Parts(parts) => parts.without_prefixes(),
+        };
+        Self { pinned: Pinned::Parts(parts), ..self }
+    }
+
     /// Returns the number of pinned tokens at the start of the prompt, in whole blocks.
     pub fn tokens(&self) -> usize {
         let blocks = match &self.pinned {

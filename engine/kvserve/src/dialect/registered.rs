@@ -84,29 +84,28 @@ async fn registered(service: &Arc<Service>, id: PathId, request: Request) -> Res
         service.leisure.check(system)?;
     }
     let library = service.libraries.of(owner.tenant.as_ref());
-    let (handle, new_id, tenant) = (Arc::clone(service), id.clone(), owner.tenant.clone());
+    let (handle, tenant) = (Arc::clone(service), owner.tenant.clone());
     let work = move |codec: &TextCodec| {
         let tokens = codec.encode(&text, false)?.len();
         let mut library = library.lock();
-        let new = NewDocument { id: new_id.clone(), title, text, ttl };
+        let new = NewDocument { id: id.clone(), title, text, ttl };
         let status = match library.register(new)? {
             Some(_) => StatusCode::OK,
             None => StatusCode::CREATED,
         };
-        let known = library.get(&new_id).and_then(|one| one.costs);
+        let known = library.get(&id).and_then(|one| one.costs);
         let computed_in = known.map_or(Duration::ZERO, |costs| costs.computed_in);
         let costs = DocumentCosts { tokens, kv_bytes: handle.kv_bytes(tokens), computed_in };
-        library.set_costs(&new_id, costs);
-        let document = library.get(&new_id).ok_or_else(|| unknown(&new_id))?;
+        library.set_costs(&id, costs);
+        let document = library.get(&id).ok_or_else(|| unknown(&id))?;
         // It is pinned again when it has been computed with its new text and system prompt.
-        handle.pins.remove(tenant.as_ref(), &new_id);
-        Ok((status, shown(document, handle.libraries.now(), false)))
+        handle.pins.remove(tenant.as_ref(), &id);
+        let answer = (status, shown(document, handle.libraries.now(), false));
+        // Here, so that a client that goes away does not stop it.
+        handle.pin_at_leisure(system.map(|system| LeisureJob { tenant, id, system }));
+        Ok(answer)
     };
-    let answer = service.with_codec(owner.tenant.as_ref(), work).await?;
-    if let Some(system) = system {
-        service.pin_at_leisure([LeisureJob { tenant: owner.tenant, id, system }]);
-    }
-    let (status, document) = answer;
+    let (status, document) = service.with_codec(owner.tenant.as_ref(), work).await?;
     Ok((status, Json(document)).into_response())
 }
 
@@ -136,12 +135,12 @@ async fn found(service: &Arc<Service>, id: PathId, request: Request) -> Result<R
     Ok(Json(document.await?).into_response())
 }
 
-async fn removed(service: &Service, id: PathId, request: Request) -> Result<Response, Refusal> {
+async fn removed(service: &Arc<Service>, id: PathId, request: Request) -> Result<Response, Refusal> {
     let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
-    let id = read_id(id)?;
-    service.pins.remove(tenant.as_ref(), &id);
+    let (id, handle, owner) = (read_id(id)?, Arc::clone(service), tenant.clone());
     let removed = service.with_library(tenant.as_ref(), move |library| {
         library.remove(&id).map(drop).ok_or_else(|| unknown(&id))?;
+        handle.pins.remove(owner.as_ref(), &id);
         Ok(json!({"id": id, "object": "document", "deleted": true}))
     });
     Ok(Json(removed.await?).into_response())

@@ -17,12 +17,16 @@ const CHAT: &str = "/v1/chat/completions";
 
 /// Starts a server whose cache has room for two of the demo's three documents, and pins one of them.
 fn crowded() -> Server {
+    with_sleep(true)
+}
+
+fn with_sleep(enable_sleep_mode: bool) -> Server {
     let ModelDirectory { model, codec, .. } = loaded();
     let longest = DOCUMENTS.iter().map(|(_, text)| codec.encode(text, false).unwrap().len()).max().unwrap();
     let probe = Engine::new(loaded().model, CpuBackend::new(), codec.digest(), &small()).unwrap();
     let block_bytes = probe.cache().arena().layout().block_bytes();
     let blocks = 2 * longest.div_ceil(16) + 1;
-    let config = EngineConfig { kv_memory: Some(2 * blocks * block_bytes), ..small() };
+    let config = EngineConfig { kv_memory: Some(2 * blocks * block_bytes), enable_sleep_mode, ..small() };
     let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
     let model = ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: Some(reuse()) };
     Server::start(model, free_port()).unwrap()
@@ -126,6 +130,40 @@ fn pins_neither_keep_the_caches_awake_nor_survive_a_reset_unless_computed_again(
     wait_until("it is not computed again", || is_pinned(&server, 0));
     flood(&server);
     assert_eq!(source(&server, 0), "cache");
+}
+
+#[test]
+fn what_is_registered_while_the_caches_sleep_is_computed_and_pinned_when_they_wake() {
+    let server = crowded();
+    pinned(&server);
+    assert_eq!(post(server.address(), "/sleep", &json!({})).status, 200);
+    put(&server, 0, json!({}));
+    put(&server, 1, json!({"system": SYSTEM}));
+    assert_eq!(post(server.address(), "/sleep", &json!({})).status, 200, "they are asleep already");
+    assert_eq!(post(server.address(), "/wake_up", &json!({})).status, 200);
+    wait_until("it is not pinned", || is_pinned(&server, 1));
+    assert!(!is_pinned(&server, 0), "it was registered again without a system prompt");
+}
+
+#[test]
+fn caches_that_cannot_sleep_keep_their_pins() {
+    let server = with_sleep(false);
+    pinned(&server);
+    assert!(post(server.address(), "/sleep", &json!({})).status >= 400);
+    assert!(is_pinned(&server, 0));
+}
+
+#[test]
+fn documents_pin_nothing_but_themselves() {
+    let server = crowded();
+    for number in 0..20 {
+        put(&server, 0, json!({"system": format!("alba {SYSTEM} {number} {}", "alba is red . ".repeat(2))}));
+        wait_until("it is never pinned", || is_pinned(&server, 0));
+    }
+    let report = server.with_engine(|engine| engine.report()).unwrap();
+    let [main, chunks] = [report.main.unwrap(), report.chunks.unwrap()];
+    assert_eq!((main.mutable + main.shared, chunks.shared), (0, 2), "{main:?} {chunks:?}");
+    assert_eq!(main.evictable, main.cached, "{main:?}");
 }
 
 #[test]
