@@ -142,6 +142,9 @@ fn records_that_have_left_do_not_come_back_after_two_restarts() {
         disk.release();
         wait_until(|| format!("{number} is not found: {:?}", slab.usage()), || slab.contains(&record.id.key));
     }
+    disk.release();
+    assert!(slab.flush(PATIENCE));
+    slab.check_invariants().unwrap();
 }
 
 /// The table of a checkpoint that failed may be on the disk. What is written afterwards is found all the same.

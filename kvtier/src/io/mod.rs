@@ -55,6 +55,14 @@ pub struct IoRequest {
     pub pages: Pages,
 }
 
+impl IoRequest {
+    /// Returns whether the request overtakes those that wait, because it is a single page. That is a header, which takes the
+    /// disk no time, and whoever writes it has written everything else.
+    fn goes_first(&self) -> bool {
+        self.pages.bytes().len() == PAGE
+    }
+}
+
 /// The end of a request: its index in the call, its memory, and how it went.
 #[derive(Debug)]
 pub struct IoEnd {
@@ -71,7 +79,7 @@ pub type OnEnd = Arc<dyn Fn(IoEnd) + Send + Sync>;
 
 /// A file of fixed size that reads and writes pages at any offset, with several requests under way.
 pub trait DiskIo: fmt::Debug + Send + Sync {
-    /// Starts requests and returns without waiting for them. Requests of one call may run in any order.
+    /// Starts requests and returns without waiting for them. Requests may run in any order.
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd);
 
     /// Returns memory for a request, with undefined contents. Requests with this memory can be faster.

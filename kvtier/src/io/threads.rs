@@ -61,8 +61,15 @@ impl Transport for ThreadIo {
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd) {
         let mut waiting = self.queue.waiting.lock();
         let count = requests.len();
-        let requests = requests.into_iter().enumerate();
-        waiting.requests.extend(requests.map(|(index, request)| (index, request, Arc::clone(&on_end))));
+        for (index, request) in requests.into_iter().enumerate() {
+            let goes_first = request.goes_first();
+            let request = (index, request, Arc::clone(&on_end));
+            if goes_first {
+                waiting.requests.push_front(request);
+            } else {
+                waiting.requests.push_back(request);
+            }
+        }
         drop(waiting);
         for _ in 0..count.min(DEPTH) {
             self.queue.changed.notify_one();

@@ -74,6 +74,8 @@ struct Request {
     pages: Pages,
     /// The number of bytes that have been moved already.
     done: usize,
+    /// Whether it overtakes the requests that wait.
+    goes_first: bool,
     on_end: OnEnd,
 }
 
@@ -139,10 +141,19 @@ fn register(ring: &IoUring, pool: &PagePool) -> io::Result<()> {
 impl Transport for UringIo {
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd) {
         let requests = requests.into_iter().enumerate().map(|(index, request)| {
+            let goes_first = request.goes_first();
             let IoRequest { direction, offset, pages } = request;
-            Request { index, direction, offset, pages, done: 0, on_end: Arc::clone(&on_end) }
+            Request { index, direction, offset, pages, done: 0, goes_first, on_end: Arc::clone(&on_end) }
         });
-        self.shared.requests.lock().waiting.extend(requests);
+        let mut all = self.shared.requests.lock();
+        for request in requests {
+            if request.goes_first {
+                all.waiting.push_front(request);
+            } else {
+                all.waiting.push_back(request);
+            }
+        }
+        drop(all);
         self.shared.submit();
     }
 }
