@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use common::disk::TestDisk;
 use common::{load, record, scope};
 use kvtier::io::PAGE;
-use kvtier::{AccountId, Record, Slab};
+use kvtier::{AccountId, Record, Slab, Stored};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -171,4 +171,24 @@ fn records_after_a_checkpoint_that_failed_survive_a_crash() {
         }
     }
     assert!(slab.usage().write_errors > 3, "{:?}", slab.usage());
+}
+
+/// The parent is found, or waits to be found, at every moment after it was stored.
+#[test]
+fn a_child_is_stored_at_any_moment_after_its_parent() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open().unwrap();
+    for number in 0..20_000 {
+        let parent = record(2 * number, 100);
+        let mut child = record(2 * number + 1, 100);
+        child.note.parent = Some(parent.id.key);
+        slab.store(parent);
+        for _ in 0..number % 500 * 4 {
+            std::hint::spin_loop();
+        }
+        assert_eq!(slab.store(child), Stored::Queued, "{number}: {:?}", slab.usage());
+    }
+    assert!(slab.flush(PATIENCE));
+    assert_eq!(slab.usage().stores_dropped, 0, "{:?}", slab.usage());
+    slab.check_invariants().unwrap();
 }

@@ -5,7 +5,17 @@
 
 use std::collections::BTreeMap;
 
+use kvcore::BlockKey;
+
 use crate::record::CellRun;
+
+/// A record that is being written: the number of the write, its cells, and the key of the record that it needs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Taken {
+    pub(super) sequence: u64,
+    pub(super) runs: Vec<CellRun>,
+    pub(super) parent: Option<BlockKey>,
+}
 
 /// The cells of records that are being written, and free cells whose headers are newer than one of these records.
 #[derive(Debug, Default)]
@@ -40,6 +50,11 @@ impl InFlight {
         }
         self.freed.entry(sequence).or_default().extend(runs);
         Ok(())
+    }
+
+    /// Returns whether this write has not ended.
+    pub(super) fn is_written(&self, sequence: u64) -> bool {
+        self.written.contains_key(&sequence)
     }
 
     /// Returns the number of the oldest write that has not ended.

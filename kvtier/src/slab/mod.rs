@@ -244,14 +244,15 @@ impl Slab {
         if is_known {
             return Stored::Known;
         }
-        let has_parent = shared.state.lock().has_parent(&record.note);
+        // In this order, because the parent may have been written in between.
+        let parent_waits = shared.queue.lock().waits(record.note.parent);
+        let has_parent = parent_waits || shared.state.lock().has_parent(&record.note);
         let cells = shared.geometry.cells_for(bytes);
         let fits = cells <= shared.geometry.cells / 2
             && shared.state.lock().allows(record.note.account, cells)
             && record.buffers.len() <= Header::MOST_LISTED / 2;
         let is_late = shared.give_up_late_writes();
         let mut queue = shared.queue.lock();
-        let has_parent = has_parent || queue.waits(record.note.parent);
         if is_late || !fits || !has_parent || !queue.has_room(bytes, shared.config.queue_bytes) {
             drop(queue);
             shared.count(|counts| counts.stores_dropped += 1);

@@ -97,14 +97,7 @@ impl Order {
     pub(super) fn insert(&mut self, key: BlockKey, parent: Option<BlockKey>, group: Group, uses: u8) {
         self.tick += 1;
         let parent = parent.filter(|parent| *parent != key);
-        if let Some(parent) = parent {
-            *self.children.entry(parent).or_default() += 1;
-            if let Some(place) = self.places.get(&parent)
-                && let Some(leaving) = self.groups.get_mut(&place.group)
-            {
-                leaving.due.remove(&place.tick);
-            }
-        }
+        self.expect(parent);
         // Records of other models are never used, so the order of their last uses is all that is known of them.
         let policy = if group == Group::Foreign { PolicyKind::Lru } else { self.policy };
         let leaving = self.groups.entry(group).or_insert_with(|| Leaving {
@@ -118,16 +111,20 @@ impl Order {
         self.used.insert(self.tick, key);
     }
 
-    /// Removes a record, if it is here.
-    pub(super) fn remove(&mut self, key: &BlockKey) {
-        let Some(place) = self.places.remove(key) else { return };
-        self.used.remove(&place.tick);
-        self.held -= usize::from(place.standing == Standing::Held);
-        if let Some(leaving) = self.groups.get_mut(&place.group) {
-            leaving.withdraw(&place);
-            leaving.ranking.retire(place.number);
+    /// Keeps a record for a child that is being written, until [`expect_no_longer`](Self::expect_no_longer).
+    pub(super) fn expect(&mut self, parent: Option<BlockKey>) {
+        let Some(parent) = parent else { return };
+        *self.children.entry(parent).or_default() += 1;
+        if let Some(place) = self.places.get(&parent)
+            && let Some(leaving) = self.groups.get_mut(&place.group)
+        {
+            leaving.due.remove(&place.tick);
         }
-        let Some(parent) = place.parent else { return };
+    }
+
+    /// Lets a record leave that was kept for a child, unless it has others.
+    pub(super) fn expect_no_longer(&mut self, parent: Option<BlockKey>) {
+        let Some(parent) = parent else { return };
         if let Some(count) = self.children.get_mut(&parent) {
             *count -= 1;
             if *count > 0 {
@@ -140,6 +137,18 @@ impl Order {
         {
             leaving.due.insert(place.tick);
         }
+    }
+
+    /// Removes a record, if it is here.
+    pub(super) fn remove(&mut self, key: &BlockKey) {
+        let Some(place) = self.places.remove(key) else { return };
+        self.used.remove(&place.tick);
+        self.held -= usize::from(place.standing == Standing::Held);
+        if let Some(leaving) = self.groups.get_mut(&place.group) {
+            leaving.withdraw(&place);
+            leaving.ranking.retire(place.number);
+        }
+        self.expect_no_longer(place.parent);
     }
 
     /// Records a use of a record that nobody reads.

@@ -6,7 +6,7 @@ use kvcore::{BlockKey, PolicyKind};
 
 use super::accounts::{Accounts, Group};
 use super::cells::CellSet;
-use super::flight::InFlight;
+use super::flight::{InFlight, Taken};
 use super::geometry::Geometry;
 use super::order::Order;
 use super::table::{Listed, Table};
@@ -51,13 +51,6 @@ pub(super) enum NoCells {
     NoRoom,
     /// The disk refuses the checkpoint that would open them.
     Refused,
-}
-
-/// The cells of a record that is being written, and the number of the write.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Taken {
-    pub(super) sequence: u64,
-    pub(super) runs: Vec<CellRun>,
 }
 
 /// A checkpoint that is being written, and the cells that it opens.
@@ -160,11 +153,11 @@ impl SlabState {
         let Listed { key, scope, sequence, payload, note, created, identity, uses, runs } = listed;
         let group = self.group(&scope, note.account);
         if self.records.get(&key).is_some_and(|known| known.sequence > sequence) {
-            return self.give_back(group, Taken { sequence, runs });
+            return self.give_back(group, Taken { sequence, runs, parent: note.parent });
         }
-        self.landed(sequence);
         self.remove(&key);
         self.order.insert(key, note.parent, group, uses);
+        self.landed(sequence, note.parent);
         self.known.insert(note.text, key);
         let account = self.accounts.of(group);
         account.records += 1;
@@ -315,16 +308,19 @@ impl SlabState {
 
     /// Returns cells of a group that were taken and are not used after all.
     pub(super) fn give_back(&mut self, group: Group, taken: Taken) {
-        let Taken { sequence, runs } = taken;
+        let Taken { sequence, runs, parent } = taken;
         let account = self.accounts.of(group);
         account.cells -= count(&runs);
         account.written -= count(&runs);
-        self.landed(sequence);
+        self.landed(sequence, parent);
         self.close(sequence, runs);
     }
 
-    /// Ends a write.
-    fn landed(&mut self, sequence: u64) {
+    /// Ends a write, if it is one.
+    fn landed(&mut self, sequence: u64, parent: Option<BlockKey>) {
+        if self.flight.is_written(sequence) {
+            self.order.expect_no_longer(parent);
+        }
         for run in self.flight.end(sequence) {
             self.closed.add(run);
         }
@@ -364,17 +360,17 @@ impl SlabState {
         Ok(())
     }
 
-    /// Takes open cells for a record of a tenant that is written next. If the tenant has a limit, its own records make
-    /// room.
-    pub(super) fn take(&mut self, account: AccountId, payload: usize) -> Result<Taken, NoCells> {
-        let (group, needed) = (Group::Own(account), self.geometry.cells_for(payload));
+    /// Takes open cells for a record that is written next. If its tenant has a limit, the tenant's own records make room.
+    pub(super) fn take(&mut self, note: &RecordNote, payload: usize) -> Result<Taken, NoCells> {
+        let (group, needed) = (Group::Own(note.account), self.geometry.cells_for(payload));
         self.fit(group, needed)?;
         // The header lists a few buffers, too.
         let runs = self.open.take(needed, Header::MOST_LISTED / 2).ok_or(NoCells::Closed)?;
         self.charge(group, &runs);
         self.sequence += 1;
         self.flight.begin(self.sequence, &runs);
-        Ok(Taken { sequence: self.sequence, runs })
+        self.order.expect(note.parent);
+        Ok(Taken { sequence: self.sequence, runs, parent: note.parent })
     }
 
     /// Takes the record that leaves next out of the order.
@@ -385,7 +381,9 @@ impl SlabState {
             let mut groups = self.accounts.by_pressure(cells).into_iter();
             groups.find_map(|group| self.order.evict(group))
         });
-        next.or_else(|| self.order.evict_circle())
+        // While something is being written, what waits may wait for it.
+        let may_be_circle = next.is_none() && self.flight.first().is_none();
+        if may_be_circle { self.order.evict_circle() } else { next }
     }
 
     /// Evicts records until the next checkpoint can open enough cells for a payload. Returns false if that is
@@ -518,8 +516,8 @@ mod tests {
         state.open = std::mem::take(&mut state.closed);
         for number in 1..=records {
             let account = AccountId::from_bits(u64::from(number) % tenants);
-            let Taken { sequence, runs } = state.take(account, 100).unwrap();
             let note = RecordNote { account, ..RecordNote::default() };
+            let Taken { sequence, runs, .. } = state.take(&note, 100).unwrap();
             let (payload, created, identity, uses) = (100, 0, 0, 0);
             let (key, scope) = (key(number), key(0));
             state.insert(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
@@ -582,15 +580,16 @@ mod tests {
         let [account, untouched] = [limited, other].map(|group| state.accounts.get(group));
         assert_eq!((account.cells, account.records, account.evicted), (7, 7, 13));
         assert_eq!((untouched.cells, untouched.evicted), (20, 0));
+        let note = RecordNote { account: AccountId::from_bits(1), ..RecordNote::default() };
         assert!(!state.allows(AccountId::from_bits(1), 8) && state.allows(AccountId::from_bits(1), 7));
-        assert_eq!(state.take(AccountId::from_bits(1), 7 * geometry.cell_bytes()), Err(NoCells::NoRoom));
+        assert_eq!(state.take(&note, 7 * geometry.cell_bytes()), Err(NoCells::NoRoom));
         // Records that are being written use the limit, too, and cannot leave.
-        let taken = state.take(AccountId::from_bits(1), 6 * geometry.cell_bytes()).unwrap();
+        let taken = state.take(&note, 6 * geometry.cell_bytes()).unwrap();
         assert_eq!(state.accounts.get(limited).records, 0);
-        assert_eq!(state.take(AccountId::from_bits(1), 100), Err(NoCells::InUse));
+        assert_eq!(state.take(&note, 100), Err(NoCells::InUse));
         state.give_back(limited, taken);
         state.check().unwrap();
         state.limit(limited, None);
-        assert!(state.take(AccountId::from_bits(1), 20 * geometry.cell_bytes()).is_ok());
+        assert!(state.take(&note, 20 * geometry.cell_bytes()).is_ok());
     }
 }

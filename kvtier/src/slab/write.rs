@@ -9,14 +9,15 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use parking_lot::RwLockWriteGuard;
 
+use super::flight::Taken;
 use super::geometry::Geometry;
 use super::open::write;
 use super::queue::batch_record;
-use super::state::{NoCells, Taken};
+use super::state::NoCells;
 use super::table::Listed;
 use super::{Group, Shared};
 use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, Window, run};
-use crate::record::{AccountId, CellRun, Header, Record};
+use crate::record::{CellRun, Header, Record, RecordNote};
 
 /// The largest request in bytes.
 pub(super) const REQUEST: usize = 512 << 10;
@@ -71,17 +72,16 @@ impl Shared {
                     break;
                 }
                 let payload = record.payload_len();
-                let account = record.note.account;
-                let mut taken = self.state.lock().take(account, payload);
+                let mut taken = self.state.lock().take(&record.note, payload);
                 if matches!(taken, Err(NoCells::Closed)) {
-                    taken = self.open_cells(account, payload);
+                    taken = self.open_cells(&record.note, payload);
                 }
                 if matches!(taken, Err(NoCells::Closed | NoCells::InUse)) {
                     // Once nothing is being written, everything that nobody reads can leave.
                     self.write_batch(number, std::mem::take(&mut placed));
                     drop(writing);
                     let alone = self.writing.write();
-                    taken = self.open_cells(account, payload);
+                    taken = self.open_cells(&record.note, payload);
                     writing = RwLockWriteGuard::downgrade(alone);
                 }
                 match taken {
@@ -113,8 +113,8 @@ impl Shared {
 
     /// Takes cells for a payload, if necessary after a checkpoint that opens some. The caller takes cells for nothing else
     /// in the meantime.
-    fn open_cells(&self, account: AccountId, payload: usize) -> Result<Taken, NoCells> {
-        let taken = self.state.lock().take(account, payload);
+    fn open_cells(&self, note: &RecordNote, payload: usize) -> Result<Taken, NoCells> {
+        let taken = self.state.lock().take(note, payload);
         if !matches!(taken, Err(NoCells::Closed)) {
             return taken;
         }
@@ -122,7 +122,7 @@ impl Shared {
             return Err(NoCells::Closed);
         }
         self.checkpoint(payload).map_err(|_| NoCells::Refused)?;
-        self.state.lock().take(account, payload)
+        self.state.lock().take(note, payload)
     }
 
     /// Writes the last checkpoint, after the threads that write have ended.
@@ -156,7 +156,7 @@ impl Shared {
             let is_orphan = !state.has_parent(&note) && !queue.waits(note.parent);
             orphans += u64::from(is_orphan && is_kept);
             if written.is_ok() && is_kept && !is_orphan {
-                let (key, scope, uses, Taken { sequence, runs }) = (record.id.key, self.scope, 0, taken);
+                let (key, scope, uses, Taken { sequence, runs, .. }) = (record.id.key, self.scope, 0, taken);
                 state.insert(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
             } else {
                 state.give_back(Group::Own(note.account), taken);
@@ -197,7 +197,7 @@ impl Shared {
     fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
         let request = |placed: &Placed| {
             let Placed { record, taken, created, identity, digest } = placed;
-            let Taken { sequence, runs } = taken;
+            let Taken { sequence, runs, .. } = taken;
             let mut page = Pages::new(1);
             let header = Header {
                 sequence: *sequence,
