@@ -43,6 +43,15 @@ struct Pin {
     claim: Option<PinnedPrompt>,
 }
 
+/// How long a pin stays.
+enum TimeLeft {
+    /// The document is no longer registered with the text that is pinned, or another pin has replaced this one.
+    Over,
+    /// Until the document is removed.
+    Unlimited,
+    Limited(Duration),
+}
+
 impl Pins {
     /// Creates a list without documents, for a pool with this number of blocks for documents.
     pub(crate) fn new(blocks: usize, tenants: usize) -> Self {
@@ -142,8 +151,10 @@ impl Pinned {
         if self.is_asleep {
             return Vec::new();
         }
-        let lost = self.documents.extract_if(.., |_, pin| pin.claim.is_none());
-        lost.map(|((tenant, id), pin)| LeisureJob { tenant, id, system: pin.system }).collect()
+        let all = std::mem::take(&mut self.documents).into_iter();
+        let (kept, lost): (BTreeMap<_, _>, BTreeMap<_, _>) = all.partition(|(_, pin)| pin.claim.is_some());
+        self.documents = kept;
+        lost.into_iter().map(|((tenant, id), pin)| LeisureJob { tenant, id, system: pin.system }).collect()
     }
 }
 
@@ -179,9 +190,9 @@ impl Service {
     /// Unpins a document once it has expired, or now if it has been removed or replaced since it was computed.
     fn unpin_in_time(self: &Arc<Self>, place: Place, number: u64) {
         let left = match self.time_left(&place, number) {
-            None => return self.pins.remove_numbered(&place, number),
-            Some(None) => return,
-            Some(Some(left)) => left,
+            TimeLeft::Over => return self.pins.remove_numbered(&place, number),
+            TimeLeft::Unlimited => return,
+            TimeLeft::Limited(left) => left,
         };
         let service = Arc::downgrade(self);
         tokio::spawn(async move {
@@ -193,16 +204,18 @@ impl Service {
         });
     }
 
-    /// Returns the time until a document expires, if it does. Returns `None` if it is no longer pinned with this number, or
-    /// registered with the text that is pinned.
-    fn time_left(&self, place: &Place, number: u64) -> Option<Option<Duration>> {
+    /// Returns how long the pin of a document with this number stays.
+    fn time_left(&self, place: &Place, number: u64) -> TimeLeft {
         let (library, now) = (self.libraries.of(place.0.as_ref()), self.libraries.now());
         let mut library = library.lock();
-        let document = library.get(&place.1)?;
+        let Some(document) = library.get(&place.1) else { return TimeLeft::Over };
         let all = self.pins.all.lock();
-        let pin = all.documents.get(place).filter(|pin| pin.number == number)?;
-        (pin.text == document.text)
-            .then(|| document.expires.map(|at| Duration::from_millis(at.saturating_sub(now))))
+        let pin = all.documents.get(place);
+        if pin.is_none_or(|pin| pin.number != number || pin.text != document.text) {
+            return TimeLeft::Over;
+        }
+        let left = document.expires.map(|at| Duration::from_millis(at.saturating_sub(now)));
+        left.map_or(TimeLeft::Unlimited, TimeLeft::Limited)
     }
 
     /// Runs work on the engine's thread while no registered document is computed, and to its end even if its caller goes
