@@ -11,7 +11,7 @@ thread_local! {
     static ASKED: Cell<Option<(Instant, Losses)>> = const { Cell::new(None) };
 }
 
-/// What a thread has lost to others since it began.
+/// The time that a thread has lost to others since it began.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Losses {
     /// The number of times that the thread was preempted.

@@ -50,7 +50,7 @@ struct Queue {
     pauses: usize,
 }
 
-/// What a task that works on the queue does next.
+/// The next thing that a task does which works on the queue.
 #[derive(Debug, PartialEq, Eq)]
 enum Next {
     Compute(LeisureJob),

@@ -43,7 +43,7 @@ struct Pin {
     claim: Option<PinnedPrompt>,
 }
 
-/// How long a pin stays.
+/// The time for which a pin stays.
 enum TimeLeft {
     /// The document is no longer registered with the text that is pinned, or another pin has replaced this one.
     Over,

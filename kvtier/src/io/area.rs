@@ -21,7 +21,7 @@ pub(super) struct Area {
 
 // SAFETY: the area only owns its memory, and never reads or writes it.
 unsafe impl Send for Area {}
-// SAFETY: as above.
+// SAFETY: no method of a shared area reads or writes the memory.
 unsafe impl Sync for Area {}
 
 impl Area {

@@ -74,7 +74,7 @@ struct Request {
     pages: Pages,
     /// The number of bytes that have been moved already.
     done: usize,
-    /// Whether it overtakes the requests that wait.
+    /// True if it overtakes the requests that wait.
     goes_first: bool,
     on_end: OnEnd,
 }

@@ -16,7 +16,7 @@ use crate::record::{AccountId, CellRun, Header, RecordNote};
 /// The fraction of a slab's cells that a checkpoint opens.
 const OPENED: u32 = 8;
 
-/// How far the numbers of writes jump when a slab is opened. The file may contain headers with numbers that the last
+/// The distance that the numbers of writes jump when a slab is opened. The file may contain headers with numbers that the last
 /// checkpoint does not know, in cells that are free again.
 const JUMP: u64 = 1 << 32;
 

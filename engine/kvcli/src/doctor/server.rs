@@ -19,7 +19,7 @@ const FULL: f64 = 0.95;
 /// The share of lookups without room, or of preemptions per answer, from which memory is short.
 const OFTEN: f64 = 0.05;
 
-/// What `/overview` says, as far as it is needed.
+/// The fields of `/overview` that are needed.
 #[derive(Debug, Default, Deserialize)]
 struct Overview {
     way: String,

@@ -59,7 +59,7 @@ fn tenants_share_nothing_that_is_cached() {
     assert_nothing_is_held(&server);
 }
 
-/// What a tenant is told about its own requests is the same whatever another tenant has, while both have room.
+/// A tenant is told the same about its own requests whatever another tenant has, while both have room.
 #[test]
 fn counts_and_reasons_of_a_tenant_tell_nothing_about_another() {
     let told = |others: bool| {

@@ -1,4 +1,4 @@
-//! What the client of an engine or a server sees of a trace: counts and times.
+//! The counts and times that the client of an engine or a server sees of a trace.
 
 use std::time::Duration;
 
