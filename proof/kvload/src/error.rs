@@ -11,7 +11,7 @@ pub enum Error {
     Url {
         /// The address.
         url: String,
-        /// What is wrong with it.
+        /// The fault.
         reason: &'static str,
     },
     /// The server does not accept a connection.

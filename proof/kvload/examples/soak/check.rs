@@ -50,7 +50,7 @@ impl FixedAnswers {
     }
 }
 
-/// What checkpoints have measured.
+/// The measurements of checkpoints.
 #[derive(Debug, Default)]
 pub(crate) struct Checkpoints {
     /// The resident memory at each checkpoint, in bytes.

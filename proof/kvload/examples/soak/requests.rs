@@ -67,7 +67,7 @@ impl Dialect {
     }
 }
 
-/// What an answer must have.
+/// The properties that an answer must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Must {
     /// Nothing but its form.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::tally::Count;
 
-/// What a soak has done so far.
+/// The progress of a soak.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct State {
     pub(crate) seed: u64,
@@ -19,7 +19,7 @@ pub(crate) struct State {
     pub(crate) segments: u64,
     /// The requests of each kind.
     pub(crate) counts: BTreeMap<String, Count>,
-    /// What identifies the program. Another build begins anew.
+    /// The identity of the program. Another build begins anew.
     build: String,
 }
 

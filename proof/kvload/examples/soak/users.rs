@@ -43,7 +43,7 @@ impl Stop {
     }
 }
 
-/// What a client needs: connections with a key, the counts, and the answers to the fixed requests.
+/// The things that a client needs: connections with a key, the counts, and the answers to the fixed requests.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
     pub(crate) client: Client,
