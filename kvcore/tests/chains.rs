@@ -309,6 +309,29 @@ fn a_block_that_comes_back_is_followed_by_the_blocks_that_stayed() {
 }
 
 #[test]
+fn blocks_that_stop_waiting_together_leave_before_the_next_one_of_the_policy() {
+    let config = PoolConfig::default().policy(PolicyKind::Lru).shards(1);
+    let pool = BlockPool::with_config(0..8, config).unwrap();
+    let key = |n: u32| KeyScope::new("m", b"").root().child(&[n]);
+    let cached = |parent, n| pool.allocate(1).unwrap().register(parent, &[key(n)]).unwrap();
+    let waiting = [cached(None, 0), cached(None, 1)];
+    let ids = waiting.each_ref().map(|blocks| blocks.ids()[0]);
+    let _held = [cached(Some(key(0)), 2), cached(Some(key(1)), 3)];
+    let next = cached(None, 4);
+    let id = next.ids()[0];
+    drop((waiting, next));
+    let all = pool.allocate(pool.counts().free + 1).unwrap();
+    assert!(all.ids().contains(&id) && ids.iter().all(|id| !all.ids().contains(id)));
+    drop(all);
+    let newest = cached(None, 5).ids()[0];
+    // The held blocks follow another one from now on.
+    let _moved = pool.allocate(3).unwrap().register(None, &[key(6), key(2), key(3)]).unwrap();
+    let some = pool.allocate(pool.counts().free + 2).unwrap();
+    assert!(!some.ids().contains(&newest) && ids.iter().all(|id| some.ids().contains(id)));
+    pool.check_invariants().unwrap();
+}
+
+#[test]
 fn contents_do_not_wait_for_the_blocks_that_followed_others_before() {
     let pool = BlockPool::with_config(0..2, PoolConfig::default()).unwrap();
     let old = KeyScope::new("m", b"").root().chain(&[7, 8], 1);

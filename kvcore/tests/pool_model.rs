@@ -61,6 +61,9 @@ struct World {
     /// Cached blocks, starting with the block released longest ago: the order in which LRU with one shard
     /// must evict blocks.
     lru: Vec<u32>,
+    /// Cached blocks that LRU has selected while others followed them. They leave next, in any order, once nothing
+    /// follows them.
+    passed: HashSet<u32>,
     /// Blocks that the last operation released, in order.
     releasing: Vec<u32>,
 }
@@ -115,6 +118,7 @@ impl World {
             released: HashMap::new(),
             now: 0,
             lru: Vec::new(),
+            passed: HashSet::new(),
             releasing: Vec::new(),
         }
     }
@@ -162,13 +166,25 @@ impl World {
         let exact = self.setup.policy == PolicyKind::Lru && self.setup.shards == 1;
         for id in ids(blocks) {
             assert!((FIRST..FIRST + BLOCKS).contains(&id) && !before.contains(&id), "block {id} was in use");
-            if self.key_of(id).is_some() {
-                let first = self.lru.iter().find(|&&block| !self.is_followed(block)).copied();
+            let keyed = self.key_of(id).is_some();
+            let first = self.lru.iter().find(|&&block| !self.is_followed(block)).copied();
+            if keyed {
                 assert!(!self.is_followed(id) || first.is_none(), "{id} leaves before its followers");
-                assert!(!exact || first.is_none_or(|first| first == id), "{id} leaves instead of {first:?}");
-                self.lru.retain(|&block| block != id);
-                self.forget(id);
+                let right =
+                    |first| first == id || [first, id].iter().all(|block| self.passed.contains(block));
+                assert!(!exact || first.is_none_or(right), "{id} leaves instead of {first:?}");
             }
+            // The place of a free block in the order of a pool with one queue is not known.
+            let selected = match self.lru.iter().position(|&block| block == id) {
+                Some(place) if first.is_some() => place,
+                None if self.setup.order == FreeOrder::FreeFirst => 0,
+                _ => self.lru.len(),
+            };
+            let passed: Vec<u32> =
+                self.lru[..selected].iter().copied().filter(|&b| self.is_followed(b)).collect();
+            self.passed.extend(passed);
+            self.lru.retain(|&block| block != id);
+            self.forget(id);
         }
     }
 
@@ -466,6 +482,7 @@ impl World {
             }
         }
         self.lru.retain(|block| evictable.contains(block));
+        self.passed.retain(|block| evictable.contains(block));
         // After merges, a guard may hold a block twice. In that case the last release counts.
         let releasing = std::mem::take(&mut self.releasing);
         for (i, &block) in releasing.iter().enumerate() {
