@@ -30,7 +30,7 @@ pub use pages::{PAGE, Pages};
 pub(crate) use reader::ReadOnly;
 pub(crate) use watched::Watched;
 pub use way::{IoChoice, IoWay};
-pub(crate) use window::Window;
+pub(crate) use window::{Window, WriteGroup};
 
 /// The number of requests that a file has under way at once. Others wait for their turn.
 pub const DEPTH: usize = 16;

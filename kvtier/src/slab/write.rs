@@ -1,9 +1,10 @@
 //! The threads that write records.
 //!
-//! Records are written in batches: first all payloads, then all headers, then one sync. Only then are they
-//! found. If no cells are open, a thread evicts records and writes a checkpoint first. If that opens no cells, it waits
+//! Records are written in batches: first the payload of each record, then its header, and one sync for all of them. Only
+//! then are they found. If no cells are open, a thread evicts records and writes a checkpoint first. If that opens no cells, it waits
 //! for the batches of other threads, and tries again.
 
+use std::collections::VecDeque;
 use std::io;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,7 +17,7 @@ use super::queue::batch_record;
 use super::state::NoCells;
 use super::table::Listed;
 use super::{Group, Shared};
-use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, Window, run};
+use crate::io::{DiskIo, PAGE, Pages, Window, WriteGroup};
 use crate::record::{CellRun, Header, Record, RecordNote};
 
 /// The largest request in bytes.
@@ -132,18 +133,13 @@ impl Shared {
         }
     }
 
-    /// Writes the payloads, then the headers, and syncs. If that succeeds, and the batch has not been given up in
-    /// the meantime, the records are found.
+    /// Writes records and syncs. If that succeeds, and the batch has not been given up in the meantime, the records
+    /// are found.
     fn write_batch(&self, number: u64, mut batch: Vec<Placed>) {
         if batch.is_empty() {
             return;
         }
-        let in_time = || {
-            let is_given_up = self.queue.lock().is_given_up(number);
-            if is_given_up { Err(io::Error::from(io::ErrorKind::TimedOut)) } else { Ok(()) }
-        };
-        let written = in_time().and_then(|()| self.write_payloads(&mut batch)).and_then(|()| in_time());
-        let written = written.and_then(|()| self.write_headers(&batch)).and_then(|()| self.io.sync());
+        let written = self.write_records(number, &mut batch).and_then(|()| self.io.sync());
         let records: Vec<_> = batch.iter().map(|placed| batch_record(&placed.record)).collect();
         let mut state = self.state.lock();
         // Both are locked, so that a record is always waiting or stored until it is dropped.
@@ -177,54 +173,76 @@ impl Shared {
         self.queue_changed.notify_all();
     }
 
-    fn write_payloads(&self, batch: &mut [Placed]) -> io::Result<()> {
+    /// Writes the payload of each record, and its header as soon as the payload is there. Goes on with the next payload
+    /// in the meantime. Returns once the disk has ended everything.
+    fn write_records(&self, number: u64, batch: &mut [Placed]) -> io::Result<()> {
+        let is_given_up = || self.queue.lock().is_given_up(number);
         let window = Window::new(&*self.io);
-        for Placed { record, taken, digest, .. } in batch {
-            let mut spans = spans(self.geometry, &taken.runs, record.payload_len()).into_iter();
-            let mut offset = 0;
-            *digest = record.write_payload(|full| {
-                if let Some(full) = full {
-                    window.write(offset, full);
-                }
-                let (next, count) = spans.next()?;
-                offset = next;
-                Some(window.pages(count))
-            });
-        }
-        window.finish()
-    }
-
-    fn write_headers(&self, batch: &[Placed]) -> io::Result<()> {
-        let request = |placed: &Placed| {
-            let Placed { record, taken, created, identity, digest } = placed;
-            let Taken { sequence, runs, .. } = taken;
-            let mut page = Pages::new(1);
-            let header = Header {
-                sequence: *sequence,
-                key: record.id.key,
-                scope: self.scope,
-                note: record.note,
-                created: *created,
-                stored_start: record.id.stored_start,
-                tokens: record.id.tokens.len(),
-                label: record.id.label.len(),
-                buffers: record.buffers.iter().map(Vec::len).collect(),
-                digest: *digest,
-                identity: *identity,
-                runs: runs.clone(),
-            };
-            header.write(page.bytes_mut());
-            let offset = self.geometry.cell_offset(runs[0].start);
-            IoRequest { direction: Direction::Write, offset, pages: page }
+        let headers = window.group();
+        let start_header = |payload: &WriteGroup, placed: &Placed| {
+            if window.wait_for(payload) && !is_given_up() {
+                window.write(
+                    &headers,
+                    self.geometry.cell_offset(placed.taken.runs[0].start),
+                    self.header(placed),
+                );
+            }
         };
-        self.run(batch.iter().map(request).collect())
+        let mut payloads: VecDeque<(WriteGroup, usize)> = VecDeque::new();
+        for index in 0..batch.len() {
+            if is_given_up() {
+                break;
+            }
+            payloads.push_back((self.start_payload(&window, &mut batch[index]), index));
+            let ended = payloads.iter().take_while(|(payload, _)| payload.has_ended()).count();
+            for (payload, index) in payloads.drain(..ended) {
+                start_header(&payload, &batch[index]);
+            }
+        }
+        for (payload, index) in payloads {
+            start_header(&payload, &batch[index]);
+        }
+        let written = window.finish();
+        if is_given_up() { Err(io::ErrorKind::TimedOut.into()) } else { written }
     }
 
-    fn run(&self, requests: Vec<IoRequest>) -> io::Result<()> {
-        run(&*self.io, requests, None).map(drop).map_err(|fault| match fault {
-            crate::io::RunFault::Failed(error) => error,
-            crate::io::RunFault::Late => io::ErrorKind::TimedOut.into(),
-        })
+    /// Starts to write a payload, and computes its digest. Returns the writes.
+    fn start_payload(&self, window: &Window<'_>, placed: &mut Placed) -> WriteGroup {
+        let Placed { record, taken, digest, .. } = placed;
+        let mut spans = spans(self.geometry, &taken.runs, record.payload_len()).into_iter();
+        let (payload, mut offset) = (window.group(), 0);
+        *digest = record.write_payload(|full| {
+            if let Some(full) = full {
+                window.write(&payload, offset, full);
+            }
+            let (next, count) = spans.next()?;
+            offset = next;
+            Some(window.pages(count))
+        });
+        payload
+    }
+
+    /// Returns the page with the header of a record.
+    fn header(&self, placed: &Placed) -> Pages {
+        let Placed { record, taken, created, identity, digest } = placed;
+        let Taken { sequence, runs, .. } = taken;
+        let mut page = Pages::new(1);
+        let header = Header {
+            sequence: *sequence,
+            key: record.id.key,
+            scope: self.scope,
+            note: record.note,
+            created: *created,
+            stored_start: record.id.stored_start,
+            tokens: record.id.tokens.len(),
+            label: record.id.label.len(),
+            buffers: record.buffers.iter().map(Vec::len).collect(),
+            digest: *digest,
+            identity: *identity,
+            runs: runs.clone(),
+        };
+        header.write(page.bytes_mut());
+        page
     }
 
     /// Writes a checkpoint that opens cells for a payload. The caller guarantees that nobody takes cells in the meantime.
