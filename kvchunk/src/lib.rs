@@ -121,7 +121,8 @@ pub use recompute::{
     TokenScores, TokenSelection,
 };
 pub use replica::{
-    ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink, ReplicaTransport,
+    BufferMemory, ChunkParcel, LocalReplica, RemoteLookup, ReplicaDevice, ReplicaId, ReplicaLink,
+    ReplicaTransport,
 };
 pub use scaling::ContextScaling;
 pub use sleep::{ArenaSleep, ColdRule, NotWoken, PoolSleep, SleepForm, SleepStore, SleepUsage, Sleeping};

@@ -89,7 +89,7 @@ impl RecordWriter {
             stored_start: record.id.stored_start,
             tokens: record.id.tokens.len(),
             label: record.id.label.len(),
-            buffers: record.buffers.iter().map(Vec::len).collect(),
+            buffers: record.buffers.iter().map(|buffer| buffer.len()).collect(),
             digest,
             identity: record.id.digest(),
             runs: Vec::new(),

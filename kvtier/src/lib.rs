@@ -28,6 +28,7 @@
 //! | module | contents |
 //! |---|---|
 //! | [`record`] | [`Record`]: the contents of a piece with everything that must match before they are used |
+//! | `buffer` | [`RecordBuffer`]: K, V or scales, in memory that a disk reads and writes |
 //! | [`slab`] | [`Slab`]: a file of fixed size in which records survive the process |
 //! | `file` | [`RecordWriter`], [`RecordReader`]: a file of records to carry elsewhere |
 //! | [`io`] | [`DiskIo`]: positioned reads and writes of whole pages, many at a time, with `io_uring` or threads |
@@ -38,10 +39,13 @@ pub mod io;
 pub mod record;
 pub mod slab;
 
+mod buffer;
+mod digest;
 mod error;
 mod file;
 mod known;
 
+pub use buffer::RecordBuffer;
 pub use error::{Error, Result};
 pub use file::{RecordReader, RecordWriter};
 pub use io::{DiskIo, FileIo, IoChoice, IoWay};

@@ -4,10 +4,11 @@
 //!
 //! ```text
 //!   page 0     magic, version, sequence number, key, scope, stored start, lengths, digest, note, places, checksum
-//!   page 1…    the label, the tokens and the buffers, one after another; the last page is filled with zeros
+//!   page 1…    the buffers, the label and the tokens, one after another; the last page is filled with zeros
 //! ```
 //!
-//! All numbers are little-endian. The checksum covers the header, and the digest covers everything after it.
+//! All numbers are little-endian. The checksum covers the header, and the digest covers everything after it. Buffers
+//! come first, so that a disk can read and write their pages without a copy.
 
 use std::fmt;
 use std::num::NonZeroU64;
@@ -17,7 +18,9 @@ use std::time::Duration;
 use kvcore::BlockKey;
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use crate::io::{PAGE, Pages};
+use crate::buffer::RecordBuffer;
+use crate::digest::PayloadDigest;
+use crate::io::{PAGE, Pages, Piece};
 
 /// The identity of a record: a reader names it, and a record with another identity is never used.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,6 +48,23 @@ impl RecordId {
         }
         digest.digest()
     }
+
+    /// Returns the number of bytes of the label and the tokens.
+    pub(crate) fn payload_len(&self) -> usize {
+        self.label.len() + 4 * self.tokens.len()
+    }
+
+    /// Calls a function with the bytes of the label and the tokens, one part after another.
+    pub(crate) fn each_part(&self, mut part: impl FnMut(&[u8])) {
+        part(self.label.as_bytes());
+        for tokens in self.tokens.chunks(1024) {
+            let mut bytes = [0; 4096];
+            for (slot, token) in bytes.chunks_exact_mut(4).zip(tokens) {
+                slot.copy_from_slice(&token.to_le_bytes());
+            }
+            part(&bytes[..4 * tokens.len()]);
+        }
+    }
 }
 
 /// The contents of a piece, with its identity.
@@ -55,7 +75,7 @@ pub struct Record {
     /// What a carrier knows about the record without reading its contents.
     pub note: RecordNote,
     /// The buffers: K and V, each followed by its scales if there are any.
-    pub buffers: Vec<Vec<u8>>,
+    pub buffers: Vec<RecordBuffer>,
 }
 
 /// The account of a tenant: a number that follows from a key of the tenant, and does not tell the tenant's name.
@@ -139,32 +159,58 @@ impl RecordNote {
 
 impl Record {
     /// Creates a record with an empty note.
-    pub fn new(id: RecordId, buffers: Vec<Vec<u8>>) -> Self {
-        Self { id, note: RecordNote::default(), buffers }
+    pub fn new(id: RecordId, buffers: Vec<impl Into<RecordBuffer>>) -> Self {
+        Self { id, note: RecordNote::default(), buffers: buffers.into_iter().map(Into::into).collect() }
     }
 
     /// Returns the number of bytes that follow the header.
     pub(crate) fn payload_len(&self) -> usize {
-        let RecordId { tokens, label, .. } = &self.id;
-        label.len() + 4 * tokens.len() + self.buffers.iter().map(Vec::len).sum::<usize>()
+        self.id.payload_len() + self.buffers.iter().map(|buffer| buffer.len()).sum::<usize>()
+    }
+
+    /// Returns whether a disk can write the memory of the buffers as it is.
+    pub(crate) fn fills_pages(&self) -> bool {
+        !self.buffers.is_empty() && self.buffers.iter().all(RecordBuffer::fills_pages)
+    }
+
+    /// Takes the memory of the buffers if a disk can write it as it is: whole pages, of which none is used in part.
+    /// Returns it in order, followed by memory behind the ends of buffers.
+    pub(crate) fn take_pieces(&mut self) -> Option<(Vec<Piece>, Vec<Piece>)> {
+        if !self.fills_pages() {
+            return None;
+        }
+        let (mut pieces, mut unused): (Vec<Piece>, Vec<Piece>) = (Vec::new(), Vec::new());
+        for buffer in self.buffers.drain(..) {
+            let pages = buffer.len() / PAGE;
+            let (piece, rest) = buffer.into_piece()?.split(pages);
+            unused.extend(Some(rest).filter(|rest| rest.pages() > 0));
+            Piece::push(&mut pieces, piece);
+        }
+        Some((pieces, unused))
     }
 
     /// Writes the payload to pieces of memory, one after another, and fills the rest of the last one with zeros.
     /// `next` takes a piece that is full, and returns the next one. Returns the digest of the payload.
     pub(crate) fn write_payload(&self, next: impl FnMut(Option<Pages>) -> Option<Pages>) -> u64 {
-        let mut out = Scattered { next, now: None, filled: 0, digest: Xxh3::new() };
-        out.put(self.id.label.as_bytes());
-        for tokens in self.id.tokens.chunks(1024) {
-            let mut bytes = [0; 4096];
-            for (slot, token) in bytes.chunks_exact_mut(4).zip(tokens) {
-                slot.copy_from_slice(&token.to_le_bytes());
-            }
-            out.put(&bytes[..4 * tokens.len()]);
-        }
+        let mut out = Scattered { next, now: None, filled: 0 };
+        let mut digest = PayloadDigest::new();
         for buffer in &self.buffers {
-            out.put(buffer);
+            let mut computed = Xxh3::new();
+            let known = buffer.known_digest();
+            for step in buffer.chunks(STEP) {
+                if known.is_none() {
+                    computed.update(step);
+                }
+                out.put(step);
+            }
+            digest.add_buffer(known.unwrap_or_else(|| computed.digest()));
         }
-        out.end()
+        self.id.each_part(|bytes| {
+            digest.add_bytes(bytes);
+            out.put(bytes);
+        });
+        out.end();
+        digest.value()
     }
 }
 
@@ -178,7 +224,6 @@ struct Scattered<F> {
     now: Option<Pages>,
     /// The number of bytes of the piece that have been filled.
     filled: usize,
-    digest: Xxh3,
 }
 
 impl<F: FnMut(Option<Pages>) -> Option<Pages>> Scattered<F> {
@@ -190,20 +235,18 @@ impl<F: FnMut(Option<Pages>) -> Option<Pages>> Scattered<F> {
             }
             let Some(now) = &mut self.now else { return };
             let room = &mut now.bytes_mut()[self.filled..];
-            let (head, tail) = bytes.split_at(bytes.len().min(room.len()).min(STEP));
-            self.digest.update(head);
+            let (head, tail) = bytes.split_at(bytes.len().min(room.len()));
             room[..head.len()].copy_from_slice(head);
             self.filled += head.len();
             bytes = tail;
         }
     }
 
-    fn end(mut self) -> u64 {
+    fn end(mut self) {
         if let Some(mut now) = self.now.take() {
             now.bytes_mut()[self.filled..].fill(0);
             (self.next)(Some(now));
         }
-        self.digest.digest()
     }
 }
 
@@ -211,7 +254,7 @@ impl<F: FnMut(Option<Pages>) -> Option<Pages>> Scattered<F> {
 const MAGIC: [u8; 8] = *b"KVRECORD";
 
 /// The version of the header and of the payload. A record of another version is never read.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// The length of the fields in front of the lists.
 const FIXED: usize = 192;
@@ -352,25 +395,64 @@ impl Header {
     }
 
     /// Reads the payload from pieces of memory. Returns the buffers if the digest matches and the payload has
-    /// the identity `id`. The caller guarantees that the pieces have at least as many bytes as the header says.
-    /// `memory` returns vectors with room for as many bytes, whose contents are replaced.
+    /// the identity `id`. `memory` returns buffers of these lengths, whose contents are replaced.
     pub(crate) fn read_payload<'a>(
         &self,
         id: &RecordId,
         from: impl Iterator<Item = &'a [u8]>,
-        memory: impl FnMut(usize) -> Vec<u8>,
-    ) -> Result<Vec<Vec<u8>>, PayloadFault> {
-        let Payload { label, tokens, buffers } = self.payload(from, memory).ok_or(PayloadFault::Damaged)?;
-        let same_tokens = tokens.len() == 4 * id.tokens.len()
-            && tokens.chunks_exact(4).zip(&*id.tokens).all(|(bytes, token)| bytes == token.to_le_bytes());
-        let same = self.key == id.key && self.stored_start == id.stored_start && label == id.label.as_bytes();
-        if same && same_tokens { Ok(buffers) } else { Err(PayloadFault::Differs) }
+        memory: impl FnOnce(&[usize]) -> Vec<RecordBuffer>,
+    ) -> Result<Vec<RecordBuffer>, PayloadFault> {
+        let payload = self.payload(from, memory).ok_or(PayloadFault::Damaged)?;
+        self.compare(id, &[payload.label, payload.tokens].concat())?;
+        Ok(payload.buffers)
+    }
+
+    /// Checks a payload: the digest, and the identity against `id`. The payload consists of `body`, and of the pieces of
+    /// memory that begin with the label.
+    pub(crate) fn check_payload<'a>(
+        &self,
+        id: &RecordId,
+        body: &[u8],
+        tail: impl Iterator<Item = &'a [u8]>,
+    ) -> Result<(), PayloadFault> {
+        let mut rest =
+            self.payload_len().and_then(|len| len.checked_sub(body.len())).ok_or(PayloadFault::Damaged)?;
+        let mut read = Vec::with_capacity(rest);
+        for piece in tail {
+            read.extend_from_slice(&piece[..rest.min(piece.len())]);
+            rest -= rest.min(piece.len());
+        }
+        let mut digest = PayloadDigest::new();
+        let mut buffers = body;
+        for &len in &self.buffers {
+            let buffer = buffers.split_off(..len).ok_or(PayloadFault::Damaged)?;
+            digest.add_buffer(xxh3_64(buffer));
+        }
+        digest.add_bytes(buffers);
+        digest.add_bytes(&read);
+        if rest > 0 || digest.value() != self.digest {
+            return Err(PayloadFault::Damaged);
+        }
+        self.compare(id, &read)
+    }
+
+    /// Compares everything but the buffers. `tail` contains the label and the tokens.
+    fn compare(&self, id: &RecordId, tail: &[u8]) -> Result<(), PayloadFault> {
+        let mut rest = tail;
+        let mut same = self.key == id.key
+            && self.stored_start == id.stored_start
+            && (self.label, self.tokens) == (id.label.len(), id.tokens.len());
+        id.each_part(|part| match rest.strip_prefix(part) {
+            Some(others) => rest = others,
+            None => same = false,
+        });
+        if same && rest.is_empty() { Ok(()) } else { Err(PayloadFault::Differs) }
     }
 
     /// Reads the record whose payload this is, if the payload is undamaged.
     pub(crate) fn read_record(&self, payload: &[u8]) -> Option<Record> {
-        let Payload { label, tokens, buffers } =
-            self.payload(std::iter::once(payload), Vec::with_capacity)?;
+        let Payload { buffers, label, tokens } =
+            self.payload(std::iter::once(payload), RecordBuffer::zeroed)?;
         let (tokens, _) = tokens.as_chunks::<4>();
         let id = RecordId {
             key: self.key,
@@ -378,38 +460,43 @@ impl Header {
             stored_start: self.stored_start,
             label: String::from_utf8(label).ok()?.into(),
         };
-        Some(Record { id, note: self.note, buffers })
+        Some(Record { note: self.note, ..Record::new(id, buffers) })
     }
 
     /// Returns the label if the payload in pieces of memory is undamaged.
     pub(crate) fn read_label<'a>(&self, from: impl Iterator<Item = &'a [u8]>) -> Option<String> {
-        String::from_utf8(self.payload(from, Vec::with_capacity)?.label).ok()
+        String::from_utf8(self.payload(from, RecordBuffer::zeroed)?.label).ok()
     }
 
     /// Reads the payload from pieces of memory, if its digest matches.
     fn payload<'a>(
         &self,
         from: impl Iterator<Item = &'a [u8]>,
-        memory: impl FnMut(usize) -> Vec<u8>,
+        memory: impl FnOnce(&[usize]) -> Vec<RecordBuffer>,
     ) -> Option<Payload> {
-        let mut source = Gathered { rest: from, now: &[], digest: Xxh3::new(), memory };
-        let mut next = |len: usize| source.take(len);
-        let mut read = || {
-            let label = next(self.label)?;
-            let tokens = next(self.tokens.checked_mul(4)?)?;
-            let buffers = self.buffers.iter().map(|&len| next(len)).collect::<Option<Vec<_>>>()?;
-            Some((label, tokens, buffers))
+        let mut source = Gathered { rest: from, now: &[] };
+        let mut buffers = memory(&self.buffers);
+        let mut digest = PayloadDigest::new();
+        for buffer in &mut buffers {
+            buffer.fill_runs(STEP, |_, step| source.fill(step).ok_or(())).ok()?;
+            digest.add_buffer(buffer.digest());
+        }
+        let mut behind = |len| {
+            let mut bytes = vec![0; len];
+            source.fill(&mut bytes)?;
+            digest.add_bytes(&bytes);
+            Some(bytes)
         };
-        let (label, tokens, buffers) = read()?;
-        (source.digest.digest() == self.digest).then_some(Payload { label, tokens, buffers })
+        let (label, tokens) = (behind(self.label)?, behind(self.tokens.checked_mul(4)?)?);
+        (digest.value() == self.digest).then_some(Payload { buffers, label, tokens })
     }
 }
 
-/// The payload of a record, as bytes.
+/// The payload of a record.
 struct Payload {
+    buffers: Vec<RecordBuffer>,
     label: Vec<u8>,
     tokens: Vec<u8>,
-    buffers: Vec<Vec<u8>>,
 }
 
 /// The reason why a payload is not used.
@@ -422,27 +509,24 @@ pub(crate) enum PayloadFault {
 }
 
 /// Memory in pieces, read from the start.
-struct Gathered<'a, I, M> {
+struct Gathered<'a, I> {
     rest: I,
     now: &'a [u8],
-    digest: Xxh3,
-    memory: M,
 }
 
-impl<'a, I: Iterator<Item = &'a [u8]>, M: FnMut(usize) -> Vec<u8>> Gathered<'a, I, M> {
-    fn take(&mut self, len: usize) -> Option<Vec<u8>> {
-        let mut out = (self.memory)(len);
-        out.clear();
-        while out.len() < len {
+impl<'a, I: Iterator<Item = &'a [u8]>> Gathered<'a, I> {
+    /// Fills memory with the next bytes. Returns `None` if there are too few.
+    fn fill(&mut self, mut out: &mut [u8]) -> Option<()> {
+        while !out.is_empty() {
             if self.now.is_empty() {
                 self.now = self.rest.next()?;
             }
-            let count = (len - out.len()).min(self.now.len()).min(STEP);
+            let count = out.len().min(self.now.len());
             let (head, tail) = self.now.split_at(count);
-            self.digest.update(head);
-            out.extend_from_slice(head);
-            self.now = tail;
+            let (filled, rest) = out.split_at_mut(count);
+            filled.copy_from_slice(head);
+            (self.now, out) = (tail, rest);
         }
-        Some(out)
+        Some(())
     }
 }

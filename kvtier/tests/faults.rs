@@ -7,7 +7,7 @@ use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use common::disk::{Dice, Event, TestDisk, on_each_disk};
-use common::{load, record, ways};
+use common::{in_slab_memory, load, record, ways};
 use kvtier::io::Direction;
 use kvtier::{DiskIo, Error, Missed, Record, Stored};
 
@@ -19,7 +19,7 @@ fn cut_power(disk: &TestDisk, times: usize, records: &[Record], cut: impl Fn(&Te
     let slab = disk.open().unwrap();
     let size = disk.size().unwrap() as usize;
     for (number, record) in (0..).zip(records) {
-        assert_eq!(slab.store(record.clone()), Stored::Queued);
+        assert_eq!(slab.store(in_slab_memory(&slab, record)), Stored::Queued);
         if number % 3 == 2 {
             assert!(slab.flush(PATIENCE));
             disk.state().events.push(Event::Committed(number + 1));
@@ -76,7 +76,9 @@ fn cut_power_of_each(records: &[Record], cut: impl Fn(&TestDisk, u32)) -> usize 
 
 #[test]
 fn after_a_loss_of_power_committed_records_are_found_and_nothing_is_wrong() {
-    let records: Vec<_> = (0..40).map(|number| record(number, 9_000)).collect();
+    // Some of them fill whole pages.
+    let bytes = |number: u32| if number.is_multiple_of(20) { 64 << 10 } else { 9_000 };
+    let records: Vec<_> = (0..40).map(|number| record(number, bytes(number))).collect();
     let cuts = cut_power_of_each(&records, |disk, committed| {
         let slab = disk.open().unwrap();
         for (number, expected) in (0..).zip(&records) {
@@ -95,7 +97,8 @@ fn after_a_loss_of_power_committed_records_are_found_and_nothing_is_wrong() {
 
 #[test]
 fn after_a_loss_of_power_during_eviction_nothing_is_wrong() {
-    let records: Vec<_> = (0..200).map(|number| record(number, 30_000)).collect();
+    let bytes = |number: u32| if number.is_multiple_of(20) { 64 << 10 } else { 30_000 };
+    let records: Vec<_> = (0..200).map(|number| record(number, bytes(number))).collect();
     let cuts = cut_power_of_each(&records, |disk, committed| {
         let slab = disk.open().unwrap();
         let mut found = HashSet::new();
@@ -121,8 +124,9 @@ fn after_a_loss_of_power_during_eviction_nothing_is_wrong() {
 fn after_a_loss_of_power_during_replacement_one_of_the_two_is_found() {
     let label = |number: u32| format!("format {number}").into();
     let versions: Vec<Record> = (0..30)
-        .map(|number| {
-            let mut version = record(7, 9_000 + 100 * number as usize);
+        .map(|number: u32| {
+            let bytes = if number.is_multiple_of(4) { 64 << 10 } else { 9_000 + 100 * number as usize };
+            let mut version = record(7, bytes);
             version.id.label = label(number);
             version
         })

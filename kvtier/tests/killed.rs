@@ -6,7 +6,7 @@ mod common;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::{load, record, scope, ways};
+use common::{in_slab_memory, load, record, scope, ways};
 use kvtier::{IoWay, Missed, Slab, SlabConfig};
 
 /// The variable that makes this test the process that writes.
@@ -18,8 +18,11 @@ const WAY: &str = "KVTIER_TEST_WAY";
 /// How often a process is killed, unless the variable `KVTIER_TEST_KILLS` says otherwise.
 const KILLS: u64 = 12;
 
-/// The sizes of the records, by their number.
+/// The sizes of the records, by their number. Some of them fill whole pages.
 fn bytes(number: u32) -> usize {
+    if number.is_multiple_of(3) {
+        return (64 << 10) + (8 << 10) * (number as usize % 4);
+    }
     1000 + (number as usize * 7919) % 60_000
 }
 
@@ -33,7 +36,7 @@ fn open(folder: &str, way: IoWay) -> Slab {
 fn write_on(folder: &str, way: IoWay) -> ! {
     let slab = open(folder, way);
     for number in (0..).map(|step: u32| step % 400) {
-        slab.store(record(number, bytes(number)));
+        slab.store(in_slab_memory(&slab, &record(number, bytes(number))));
         if number % 5 == 0 {
             slab.flush(Duration::from_secs(20));
         }

@@ -5,6 +5,7 @@
 //! for a limited time, so they belong on threads of their own.
 
 use std::collections::HashSet;
+use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use kvcore::{BlockKey, DType, KeyScope, Storage};
 use kvtier::io::PAGE;
-use kvtier::{Missed, Record, RecordId, Slab, SlabConfig, Stored};
+use kvtier::{Missed, Record, RecordBuffer, RecordId, Slab, SlabConfig, Stored};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -26,6 +27,9 @@ const DEPTH: usize = 8;
 
 /// The number of bytes that are queued before a store waits for the disk.
 const PORTION: usize = 32 << 20;
+
+/// The number of bytes of a row that are copied and then digested.
+const RUN: usize = 64 << 10;
 
 /// The largest row that gets a cell of its own. Larger rows use several cells of the default size.
 const WHOLE: usize = 1 << 20;
@@ -71,10 +75,19 @@ impl Rows {
         (self.storage.address() as usize + at * self.stride) as *mut u8
     }
 
-    fn read(&self, at: usize) -> Vec<u8> {
+    /// Returns a row in memory of the slab.
+    fn read(&self, at: usize, slab: &Slab) -> Vec<RecordBuffer> {
         // SAFETY: the tensor holds `bytes` initialised bytes at this address while `self` lives. The Python
         // caller guarantees that nothing writes the row during the call.
-        unsafe { std::slice::from_raw_parts(self.row(at), self.bytes) }.to_vec()
+        let row = unsafe { std::slice::from_raw_parts(self.row(at), self.bytes) };
+        let mut buffers = slab.buffers(&[self.bytes]);
+        for buffer in &mut buffers {
+            let Ok(()) = buffer.fill_runs(RUN, |number, run| {
+                run.copy_from_slice(&row[number * RUN..][..run.len()]);
+                Ok::<(), Infallible>(())
+            });
+        }
+        buffers
     }
 
     /// Fills a row. Returns false and changes nothing if the contents have another length.
@@ -253,7 +266,7 @@ impl PySlab {
         let ids: Vec<RecordId> = pairs.iter().map(|(name, _)| self.id(name)).collect();
         let queue = |id: &RecordId, at| {
             slab.contains(&id.key)
-                || slab.store(Record::new(id.clone(), vec![rows.read(at)])) != Stored::Dropped
+                || slab.store(Record::new(id.clone(), rows.read(at, slab))) != Stored::Dropped
         };
         let count = (PORTION / self.row_bytes.max(1)).max(1);
         'portions: for portion in ids.iter().zip(pairs).collect::<Vec<_>>().chunks(count) {
@@ -289,8 +302,14 @@ impl PySlab {
                 return Some(reason(&Missed::Late));
             }
             let missed = match slab.load(&self.id(name), Instant::now() + limit) {
-                Ok(buffers) if buffers.len() == 1 && rows.write(*at, &buffers[0]) => return None,
-                Ok(_) => Missed::Differs,
+                Ok(buffers) => {
+                    let fits = buffers.len() == 1 && rows.write(*at, &buffers[0]);
+                    slab.recycle(buffers);
+                    if fits {
+                        return None;
+                    }
+                    Missed::Differs
+                }
                 Err(missed) => missed,
             };
             late.fetch_or(matches!(missed, Missed::Late), Ordering::Relaxed);

@@ -114,9 +114,11 @@ impl SlabBlocks {
             if slab.contains(&id.key) {
                 return Ok(Stored::Known);
             }
-            let memory = |bytes| slab.buffer(bytes);
-            let buffers = self.devices.iter().map(|device| device.read_into(&blocks, &memory));
-            let buffers = buffers.collect::<kvchunk::Result<Vec<_>>>()?.concat();
+            let memory = |lens: &[usize]| slab.buffers(lens);
+            let mut buffers = Vec::new();
+            for device in &*self.devices {
+                buffers.extend(device.read_into(&blocks, &memory)?);
+            }
             Ok(slab.store(Record { id, note, buffers }))
         };
         Ok(match py.detach(store).map_err(|error: kvchunk::Error| PyErr::from(CallError::from(error)))? {

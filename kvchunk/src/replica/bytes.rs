@@ -6,10 +6,14 @@ use kvcore::{
     BlockId, DType, Error as CoreError, KvArena, KvLayout, KvShape, MemoryKind, Storage, SwapBlocks,
     TensorView, WritePairs,
 };
+use kvtier::RecordBuffer;
 
 use super::ReplicaDevice;
 use super::parcel::agree;
 use crate::error::Result;
+
+/// Returns buffers of these lengths, whose contents are replaced.
+pub type BufferMemory<'a> = dyn Fn(&[usize]) -> Vec<RecordBuffer> + 'a;
 
 /// The name that errors use for static scales, which belong to a whole arena and must match between replicas.
 pub(super) const STATIC_SCALES: &str = "static scales";
@@ -67,11 +71,7 @@ impl ReplicaDevice {
 
     /// Waits for the stream, and returns a buffer's bytes.
     pub(super) fn bytes(&self, buffer: &ParcelBuffer<'_>) -> Result<Vec<u8>> {
-        self.bytes_in(buffer, vec![0; buffer.bytes])
-    }
-
-    /// Waits for the stream, and returns a buffer's bytes in memory of this size.
-    fn bytes_in(&self, buffer: &ParcelBuffer<'_>, mut bytes: Vec<u8>) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; buffer.bytes];
         self.stream.read(&buffer.view()?, &mut bytes)?;
         Ok(bytes)
     }
@@ -88,23 +88,27 @@ impl ReplicaDevice {
     ///
     /// # Errors
     /// Returns the errors of the backend.
-    pub fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
-        self.read_into(blocks, &|bytes| vec![0; bytes])
+    pub fn read(&self, blocks: &[BlockId]) -> Result<Vec<RecordBuffer>> {
+        self.read_into(blocks, &RecordBuffer::zeroed)
     }
 
-    /// Does what [`read`](Self::read) does, with memory from `memory`, which returns vectors of a length with
+    /// Does what [`read`](Self::read) does, with memory from `memory`, which returns buffers of these lengths with
     /// undefined contents.
     ///
     /// # Errors
     /// Returns the errors of the backend.
-    pub fn read_into(&self, blocks: &[BlockId], memory: &dyn Fn(usize) -> Vec<u8>) -> Result<Vec<Vec<u8>>> {
+    pub fn read_into(&self, blocks: &[BlockId], memory: &BufferMemory<'_>) -> Result<Vec<RecordBuffer>> {
         if let Some(contents) = self.read_runs(blocks, memory)? {
             return Ok(contents);
         }
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks.len())?;
         self.stage(blocks, &staged)?;
-        let read = |buffer: &ParcelBuffer<'_>| self.bytes_in(buffer, memory(buffer.bytes));
-        buffers(&self.arena, &staged).iter().map(read).collect()
+        let sources = buffers(&self.arena, &staged);
+        let mut contents = memory(&sources.iter().map(|source| source.bytes).collect::<Vec<_>>());
+        for (source, bytes) in sources.iter().zip(&mut contents) {
+            self.stream.read(&source.view()?, bytes)?;
+        }
+        Ok(contents)
     }
 
     /// Fills `blocks` blocks with `contents`, and waits for the stream. `pairs` are the numbers of the blocks in
@@ -113,7 +117,7 @@ impl ReplicaDevice {
     /// # Errors
     /// Returns an error if `contents` has other buffers than [`read`](Self::read) returns for as many blocks, and
     /// the errors of the backend.
-    pub fn write(&self, blocks: usize, pairs: WritePairs, contents: &[Vec<u8>]) -> Result<()> {
+    pub fn write(&self, blocks: usize, pairs: WritePairs, contents: &[impl AsRef<[u8]>]) -> Result<()> {
         if self.write_runs(blocks, &pairs, contents)? {
             return Ok(());
         }
@@ -121,12 +125,13 @@ impl ReplicaDevice {
         let targets = buffers(&self.arena, &staged);
         same("buffers of a parcel", targets.len(), contents.len())?;
         for (buffer, bytes) in targets.iter().zip(contents) {
+            let bytes = bytes.as_ref();
             same("bytes of a buffer", buffer.bytes, bytes.len())?;
             if !buffer.is_static {
                 self.stream.write(&buffer.view()?, bytes)?;
                 continue;
             }
-            agree([(STATIC_SCALES, self.bytes(buffer)? == *bytes)])?;
+            agree([(STATIC_SCALES, self.bytes(buffer)? == bytes)])?;
         }
         self.fill(staged, pairs)
     }

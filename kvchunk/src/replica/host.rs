@@ -9,11 +9,12 @@ use kvcore::{
     BlockId, BlockOrder, DType, Dims, Error as CoreError, KvPlane, KvShape, PlaneStrides, Storage,
     TensorView, WritePairs,
 };
+use kvtier::RecordBuffer;
 
 use super::ReplicaDevice;
-use super::bytes::{STATIC_SCALES, same};
+use super::bytes::{BufferMemory, STATIC_SCALES, same};
 use super::parcel::agree;
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// One of the arena's buffers, in bytes: K, V, or scales.
 struct HostRuns<'a> {
@@ -98,42 +99,48 @@ impl ReplicaDevice {
     pub(super) fn read_runs(
         &self,
         blocks: &[BlockId],
-        memory: &dyn Fn(usize) -> Vec<u8>,
-    ) -> Result<Option<Vec<Vec<u8>>>> {
+        memory: &BufferMemory<'_>,
+    ) -> Result<Option<Vec<RecordBuffer>>> {
         let Some(buffers) = self.host_runs() else { return Ok(None) };
         blocks.iter().try_for_each(|&block| self.is_here(block))?;
         let layers = self.arena.layout().shape().num_layers;
-        let mut contents = Vec::with_capacity(buffers.len());
-        for buffer in &buffers {
+        let len = |buffer: &HostRuns<'_>| {
+            buffer.blocks.map_or(buffer.bytes, |runs| layers * blocks.len() * runs.bytes)
+        };
+        let mut contents = memory(&buffers.iter().map(len).collect::<Vec<_>>());
+        for (buffer, all) in buffers.iter().zip(&mut contents) {
             let Some(BlockRuns { layer, block, bytes }) = buffer.blocks else {
-                let mut all = memory(buffer.bytes);
-                self.stream.read(&buffer.view(0, buffer.bytes)?, &mut all)?;
-                contents.push(all);
+                all.fill_runs(buffer.bytes, |_, all| {
+                    Ok::<_, Error>(self.stream.read(&buffer.view(0, buffer.bytes)?, all)?)
+                })?;
                 continue;
             };
-            let mut all = memory(layers * blocks.len() * bytes);
-            let starts =
-                (0..layers).flat_map(|at| blocks.iter().map(move |id| at * layer + id.index() * block));
-            for (start, run) in starts.zip(all.chunks_exact_mut(bytes)) {
-                self.stream.read(&buffer.view(start, bytes)?, run)?;
-            }
-            contents.push(all);
+            all.fill_runs(bytes, |run, to| {
+                let start = run / blocks.len() * layer + blocks[run % blocks.len()].index() * block;
+                Ok::<_, Error>(self.stream.read(&buffer.view(start, bytes)?, to)?)
+            })?;
         }
         Ok(Some(contents))
     }
 
     /// Does what [`write`](Self::write) does. Returns false and writes nothing if the bytes must be staged.
-    pub(super) fn write_runs(&self, count: usize, pairs: &WritePairs, contents: &[Vec<u8>]) -> Result<bool> {
+    pub(super) fn write_runs(
+        &self,
+        count: usize,
+        pairs: &WritePairs,
+        contents: &[impl AsRef<[u8]>],
+    ) -> Result<bool> {
         let Some(buffers) = self.host_runs() else { return Ok(false) };
         let layers = self.arena.layout().shape().num_layers;
         same("buffers of a parcel", buffers.len(), contents.len())?;
         for (buffer, contents) in buffers.iter().zip(contents) {
+            let contents = contents.as_ref();
             let expected = buffer.blocks.map_or(buffer.bytes, |runs| layers * count * runs.bytes);
             same("bytes of a buffer", expected, contents.len())?;
             if buffer.blocks.is_none() {
                 let mut here = vec![0; buffer.bytes];
                 self.stream.read(&buffer.view(0, buffer.bytes)?, &mut here)?;
-                agree([(STATIC_SCALES, here == *contents)])?;
+                agree([(STATIC_SCALES, here == contents)])?;
             }
         }
         pairs.check()?;
@@ -144,7 +151,7 @@ impl ReplicaDevice {
             let Some(BlockRuns { layer, block, bytes }) = buffer.blocks else { continue };
             for (at, &(from, to)) in (0..layers).flat_map(|at| pairs.iter().map(move |pair| (at, pair))) {
                 let start = (at * count + from.index()) * bytes;
-                let run = &contents[start..start + bytes];
+                let run = &contents.as_ref()[start..start + bytes];
                 self.stream.write(&buffer.view(at * layer + to.index() * block, bytes)?, run)?;
             }
         }

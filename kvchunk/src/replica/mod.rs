@@ -18,7 +18,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use kvcore::{Backend, BlockId, BlockKey, KeyForm, KvArena, KvShape, Stream};
-use kvtier::{Record, RecordId};
+use kvtier::{Record, RecordBuffer, RecordId};
 
 use crate::cache::{Acquired, ChunkCacheManager, ChunkReservation, PieceHold, TenantId};
 use crate::error::{Error, Result};
@@ -33,6 +33,7 @@ mod local;
 mod lookup;
 mod parcel;
 
+pub use bytes::BufferMemory;
 pub use id::ReplicaId;
 pub use local::LocalReplica;
 pub(crate) use lookup::ReplicaLookup;
@@ -97,11 +98,11 @@ impl ReplicaDevice {
     /// # Errors
     /// Returns the errors of the backend.
     pub fn pack(&self, cache: &ChunkCacheManager, hash: &ChunkHash) -> Result<Option<ChunkParcel>> {
-        let read = self.record_of(cache, hash, true, &|bytes| vec![0; bytes])?;
+        let read = self.record_of(cache, hash, true, &RecordBuffer::zeroed)?;
         Ok(read.map(ChunkParcel::seal))
     }
 
-    /// Returns a chunk's record to be kept elsewhere, in memory from `memory`, which returns vectors of a length with
+    /// Returns a chunk's record to be kept elsewhere, in memory from `memory`, which returns buffers of these lengths with
     /// undefined contents. Returns `None` as [`pack`](Self::pack) does. This does not count as a use of the chunk.
     ///
     /// # Errors
@@ -110,7 +111,7 @@ impl ReplicaDevice {
         &self,
         cache: &ChunkCacheManager,
         hash: &ChunkHash,
-        memory: &dyn Fn(usize) -> Vec<u8>,
+        memory: &BufferMemory<'_>,
     ) -> Result<Option<Record>> {
         self.record_of(cache, hash, false, memory)
     }
@@ -120,7 +121,7 @@ impl ReplicaDevice {
         cache: &ChunkCacheManager,
         hash: &ChunkHash,
         is_use: bool,
-        memory: &dyn Fn(usize) -> Vec<u8>,
+        memory: &BufferMemory<'_>,
     ) -> Result<Option<Record>> {
         let Some((chunk, tokens)) = cache.hold_to_copy(hash, is_use) else { return Ok(None) };
         let buffers = self.read_into(chunk.block_ids(), memory)?;

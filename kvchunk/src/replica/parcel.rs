@@ -1,6 +1,6 @@
 //! Parcels: the contents of chunks on their way from one replica to another.
 
-use kvtier::{Record, RecordId};
+use kvtier::{Record, RecordBuffer, RecordId};
 use xxhash_rust::xxh3::Xxh3;
 
 use super::ReplicaDevice;
@@ -60,7 +60,7 @@ pub(super) fn agree(properties: impl IntoIterator<Item = (&'static str, bool)>) 
     }
 }
 
-fn digest(tokens: &[u32], buffers: &[Vec<u8>]) -> u64 {
+fn digest(tokens: &[u32], buffers: &[RecordBuffer]) -> u64 {
     let mut digest = Xxh3::new();
     for token in tokens {
         digest.update(&token.to_le_bytes());

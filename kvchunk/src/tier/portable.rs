@@ -1,7 +1,7 @@
 //! The cache of one prompt on its way out of an engine's caches, and back into them.
 
 use kvcore::{BlockId, BlockKey, KvPool, SharedBlocks};
-use kvtier::{Record, RecordNote};
+use kvtier::{Record, RecordBuffer, RecordNote};
 
 use crate::assembly::Assembler;
 use crate::cache::{ChunkCacheManager, PieceHold, TenantId};
@@ -33,7 +33,7 @@ impl Assembler<'_> {
         for hash in hashes {
             let record = self.chunks.map_or(Ok(None), |cache| {
                 cache.wake_up_chunks(&[hash]);
-                device.copy_of(cache, &hash, &|bytes| vec![0; bytes])
+                device.copy_of(cache, &hash, &RecordBuffer::zeroed)
             })?;
             match record {
                 Some(record) => each(record)?,

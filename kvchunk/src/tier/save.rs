@@ -58,7 +58,7 @@ impl TierLink {
         if self.slab.contains(&hash.key) {
             return Ok(Some(Stored::Known));
         }
-        let memory = |bytes| self.slab.buffer(bytes);
+        let memory = |lens: &[usize]| self.slab.buffers(lens);
         let Some(record) = self.device.copy_of(cache, hash, &memory)? else { return Ok(None) };
         let note = RecordNote {
             parent: None,
@@ -82,7 +82,7 @@ impl TierLink {
             if self.slab.contains(&key) {
                 continue;
             }
-            let buffers = self.device.read_into(&[block], &|bytes| self.slab.buffer(bytes))?;
+            let buffers = self.device.read_into(&[block], &|lens| self.slab.buffers(lens))?;
             let parent = place.checked_sub(1).map(|before| keys[before]);
             let note = RecordNote { parent, cost: self.prefill.cost(tokens.len()), text: None, account };
             let id = self.device.record_id(key, tokens, (place * block_size) as i64);

@@ -8,6 +8,7 @@ use kvcore::{
     Backend, BlockId, BlockOrder, Capabilities, CounterSnapshot, DType, KeyForm, KvArena, KvFormat, KvLayout,
     KvShape, MemoryKind, PlaneStrides, Result, Storage, Stream, TensorView, WritePairs,
 };
+use kvtier::RecordBuffer;
 use rstest::rstest;
 
 const LAYERS: usize = 3;
@@ -144,12 +145,12 @@ fn contents_that_do_not_fit_are_refused_and_change_nothing(#[values(0, 1)] way: 
     let device = &devices(layout(), 7)[way];
     let contents = device.read(&ids(&[1, 2])).unwrap();
     let before = all_bytes(device);
-    let write = |pairs: &[(u32, u32)], contents: &[Vec<u8>]| {
+    let write = |pairs: &[(u32, u32)], contents: &[RecordBuffer]| {
         let pairs: Vec<_> = pairs.iter().map(|&(from, to)| (BlockId(from), BlockId(to))).collect();
         device.write(2, WritePairs::unchecked(pairs), contents)
     };
     let mut short = contents.clone();
-    short[2].pop();
+    short[2] = short[2][1..].to_vec().into();
     for (pairs, contents) in [
         (&[(0, 3)][..], &contents[..3]),
         (&[(0, 3)], &short),

@@ -44,12 +44,15 @@ fn mischiefs() -> [(Mischief, Error); 9] {
         (|_| Ok(None), Error::ReplicaLacks { replica: ReplicaId(1) }),
         (|_| Err(LOST), LOST),
         (|p| Ok(changed(p, |p| p.record.buffers[0][100] ^= 4)), damaged()),
-        (|p| Ok(changed(p, |p| p.record.buffers[1].truncate(9))), damaged()),
+        (|p| Ok(changed(p, |p| p.record.buffers[1] = p.record.buffers[1][..9].to_vec().into())), damaged()),
         (
             |p| {
                 Ok(changed(p, |p| {
-                    let byte = p.record.buffers[0].pop().unwrap();
-                    p.record.buffers[1].insert(0, byte);
+                    let all: Vec<u8> =
+                        p.record.buffers[..2].iter().flat_map(|buffer| buffer.to_vec()).collect();
+                    let (first, second) = all.split_at(p.record.buffers[0].len() - 1);
+                    p.record.buffers[0] = first.to_vec().into();
+                    p.record.buffers[1] = second.to_vec().into();
                 }))
             },
             damaged(),

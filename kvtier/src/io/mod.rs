@@ -10,10 +10,9 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-#[allow(unsafe_code, reason = "memory is advised, and lent by its address")]
+#[allow(unsafe_code, reason = "memory is advised, and divided by addresses")]
 mod area;
 mod file;
-#[allow(unsafe_code, reason = "memory is divided into pieces that are lent")]
 mod pages;
 mod place;
 mod reader;
@@ -25,6 +24,7 @@ mod watched;
 mod way;
 mod window;
 
+pub(crate) use area::{LARGE, Piece};
 pub use file::FileIo;
 pub use pages::{PAGE, Pages};
 pub(crate) use reader::ReadOnly;
@@ -56,8 +56,8 @@ pub struct IoRequest {
 }
 
 impl IoRequest {
-    /// Returns whether the request overtakes those that wait, because it is a single page. That is a header, which takes the
-    /// disk no time, and whoever writes it has written everything else.
+    /// Returns whether the request overtakes those that wait, because it is a single page, which takes the disk no time. Most
+    /// of them are headers, and whoever writes a header has written everything else.
     fn goes_first(&self) -> bool {
         self.pages.bytes().len() == PAGE
     }
@@ -79,7 +79,7 @@ pub type OnEnd = Arc<dyn Fn(IoEnd) + Send + Sync>;
 
 /// A file of fixed size that reads and writes pages at any offset, with several requests under way.
 pub trait DiskIo: fmt::Debug + Send + Sync {
-    /// Starts requests and returns without waiting for them. Requests may run in any order.
+    /// Starts requests and returns without waiting for them. Requests may run in any order. Each ends with its own memory.
     fn start(&self, requests: Vec<IoRequest>, on_end: OnEnd);
 
     /// Returns memory for a request, with undefined contents. Requests with this memory can be faster.

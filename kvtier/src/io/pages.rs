@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bytemuck::{Pod, Zeroable};
 use parking_lot::Mutex;
 
-use super::area::{Area, LARGE};
+use super::area::{LARGE, Piece};
 
 /// The number of bytes per page. Offsets, lengths and addresses of direct I/O are multiples of it.
 pub const PAGE: usize = 4096;
@@ -28,12 +28,13 @@ pub struct Pages {
 
 enum Memory {
     Own(Vec<Page>),
+    Piece(Piece),
     Lent(Lent),
 }
 
-/// Memory from a pool, and its number there.
+/// Memory from a pool, and its number there. There is no piece only while it is dropped.
 struct Lent {
-    memory: &'static mut [Page],
+    piece: Option<Piece>,
     number: u16,
     pool: Arc<PagePool>,
 }
@@ -44,22 +45,42 @@ impl Pages {
         Self { memory: Memory::Own(vec![Page::zeroed(); count]), count }
     }
 
+    /// Returns the pages of a piece.
+    pub(crate) fn of(piece: Piece) -> Self {
+        Self { count: piece.pages(), memory: Memory::Piece(piece) }
+    }
+
+    /// Returns whether these are the pages [of](Self::of) a piece.
+    pub(crate) fn is_piece(&self) -> bool {
+        matches!(self.memory, Memory::Piece(_))
+    }
+
+    /// Returns the piece that these pages are [of](Self::of).
+    pub(crate) fn into_piece(self) -> Option<Piece> {
+        match self.memory {
+            Memory::Piece(piece) => Some(piece),
+            Memory::Own(_) | Memory::Lent(_) => None,
+        }
+    }
+
     /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
-        let memory = match &self.memory {
-            Memory::Own(memory) => memory,
-            Memory::Lent(lent) => &*lent.memory,
+        let bytes = match &self.memory {
+            Memory::Own(memory) => bytemuck::cast_slice(memory),
+            Memory::Piece(piece) => piece.bytes(),
+            Memory::Lent(lent) => lent.piece.as_ref().map(Piece::bytes).unwrap_or_default(),
         };
-        bytemuck::cast_slice(&memory[..self.count])
+        &bytes[..self.count * PAGE]
     }
 
     /// Returns the bytes, to be filled.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        let memory = match &mut self.memory {
-            Memory::Own(memory) => memory,
-            Memory::Lent(lent) => &mut *lent.memory,
+        let bytes = match &mut self.memory {
+            Memory::Own(memory) => bytemuck::cast_slice_mut(memory),
+            Memory::Piece(piece) => piece.bytes_mut(),
+            Memory::Lent(lent) => lent.piece.as_mut().map(Piece::bytes_mut).unwrap_or_default(),
         };
-        bytemuck::cast_slice_mut(&mut memory[..self.count])
+        &mut bytes[..self.count * PAGE]
     }
 
     /// Returns the number of this memory among the pieces of `pool` that a disk can prepare, or `None` if it is none of
@@ -73,7 +94,7 @@ impl Pages {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        self.pool.free.lock().push((std::mem::take(&mut self.memory), self.number));
+        self.pool.free.lock().extend(self.piece.take().map(|piece| (piece, self.number)));
     }
 }
 
@@ -86,10 +107,8 @@ impl fmt::Debug for Pages {
 /// Memory of one size that is lent and comes back, so that it is neither allocated nor erased for each request.
 /// The address of each piece stays the same as long as the pool lives.
 pub(super) struct PagePool {
-    /// The memory that is not lent, with its number. A piece that is lent keeps the pool alive, so that all have come
-    /// back before the area is dropped.
-    free: Mutex<Vec<(&'static mut [Page], u16)>>,
-    _area: Area,
+    /// The memory that is not lent, with its number. A piece that is lent keeps the pool alive.
+    free: Mutex<Vec<(Piece, u16)>>,
 }
 
 impl PagePool {
@@ -108,13 +127,16 @@ impl PagePool {
 
     /// Allocates the memory.
     pub(super) fn new() -> Arc<Self> {
-        let area = Area::new(usize::from(Self::PIECES) * Self::PAGES);
-        // SAFETY: this is the only call. Pieces are dropped by the pool, in front of the area.
-        let pieces = unsafe { area.pieces(Self::PAGES) };
+        let mut rest = Piece::allocate(usize::from(Self::PIECES) * Self::PAGES);
+        let mut free = Vec::with_capacity(Self::PIECES.into());
+        for number in 0..Self::PIECES {
+            let (piece, others) = rest.split(Self::PAGES);
+            free.push((piece, number));
+            rest = others;
+        }
         // Those that a disk can prepare are lent first.
-        let mut free: Vec<_> = pieces.zip(0..).collect();
         free.reverse();
-        Arc::new(Self { free: Mutex::new(free), _area: area })
+        Arc::new(Self { free: Mutex::new(free) })
     }
 
     /// Lends `count` pages with undefined contents. Allocates them if nothing is left, or if a piece is too small
@@ -124,8 +146,8 @@ impl PagePool {
         let piece = if fits { self.free.lock().pop() } else { None };
         piece.map_or_else(
             || Pages::new(count),
-            |(memory, number)| {
-                let lent = Lent { memory, number, pool: Arc::clone(self) };
+            |(piece, number)| {
+                let lent = Lent { piece: Some(piece), number, pool: Arc::clone(self) };
                 Pages { memory: Memory::Lent(lent), count }
             },
         )
@@ -144,8 +166,7 @@ impl PagePool {
         let mut free = self.free.lock();
         free.sort_by_key(|(_, number)| std::cmp::Reverse(*number));
         let prepared = free.iter_mut().rev().take(usize::from(Self::PREPARED));
-        let mut pieces: Vec<&mut [u8]> =
-            prepared.map(|(memory, _)| bytemuck::cast_slice_mut(memory)).collect();
+        let mut pieces: Vec<&mut [u8]> = prepared.map(|(piece, _)| piece.bytes_mut()).collect();
         call(&mut pieces)
     }
 }

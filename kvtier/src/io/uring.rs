@@ -36,7 +36,11 @@ const MOST_BYTES: usize = 1 << 30;
 /// The time until an operation that the kernel had no memory for is repeated.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// How often entries are submitted before a caller goes on.
+/// The number of entries that are submitted together. The kernel holds more of them back until it has prepared all, and
+/// the disk would have nothing to do in the meantime.
+const AT_ONCE: usize = 2;
+
+/// How often the kernel may refuse before a caller goes on.
 const TRIES: usize = 20;
 
 /// A ring, and the thread that waits for it.
@@ -179,22 +183,20 @@ impl Shared {
     /// Adds entries to the ring, and tells the kernel. The caller guarantees that nobody else adds entries, and
     /// that memory in the entries stays where it is until the kernel has reported their ends.
     fn push(&self, entries: &[squeue::Entry]) {
-        if entries.is_empty() {
-            return;
-        }
-        // SAFETY: no other queue exists, because only the holder of `submitting` has one. Requests stay in
-        // `under_way`, with their memory, until their ends have been reported.
-        let pushed = unsafe { self.ring.submission_shared().push_multiple(entries) };
-        debug_assert!(pushed.is_ok(), "the ring has more entries than there are requests under way");
-        // The kernel can stop in the middle, as when it is out of memory. What is left is submitted together with
-        // later entries, so that a caller is not held up beyond its deadline.
-        for _ in 0..TRIES {
+        let mut tries = TRIES;
+        for entries in entries.chunks(AT_ONCE) {
+            // SAFETY: no other queue exists, because only the holder of `submitting` has one. Requests stay in
+            // `under_way`, with their memory, until their ends have been reported.
+            let pushed = unsafe { self.ring.submission_shared().push_multiple(entries) };
+            debug_assert!(pushed.is_ok(), "the ring has more entries than there are requests under way");
+            // The kernel can stop in the middle, as when it is out of memory. What is left is submitted together with
+            // later entries, so that a caller is not held up beyond its deadline.
             // SAFETY: the caller holds `submitting`, so no other queue exists.
-            if unsafe { self.ring.submission_shared().is_empty() } {
-                return;
-            }
-            if self.ring.submit().is_err() {
-                std::thread::sleep(PAUSE);
+            while tries > 0 && !unsafe { self.ring.submission_shared().is_empty() } {
+                if self.ring.submit().is_err() {
+                    std::thread::sleep(PAUSE);
+                    tries -= 1;
+                }
             }
         }
     }

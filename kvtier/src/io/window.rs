@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Direction, DiskIo, IoEnd, IoRequest, OnEnd, Pages};
+use super::{Direction, DiskIo, IoEnd, IoRequest, OnEnd, Pages, Piece};
 
-/// Starts writes while earlier ones are under way, so that memory is filled while the disk works. At most
-/// [`Window::MOST`] writes are under way, and their memory is used again.
+/// Starts writes while earlier ones are under way, so that memory is filled while the disk works. A caller waits for room
+/// before it starts a write, so that about [`Window::MOST`] writes are under way.
 pub(crate) struct Window<'a> {
     io: &'a dyn DiskIo,
     writes: Arc<Writes>,
@@ -26,6 +26,8 @@ struct Writes {
 struct WritesState {
     under_way: usize,
     failed: Option<io::Error>,
+    /// The memory of writes that have ended, where it belongs to the caller.
+    pieces: Vec<Piece>,
 }
 
 /// Writes of a window whose common end matters.
@@ -42,8 +44,8 @@ impl WriteGroup {
 }
 
 impl<'a> Window<'a> {
-    /// The number of writes that are under way at once. Two windows together keep a file busy, and leave some of
-    /// its memory to reads.
+    /// The number of writes at which there is no room for another one. Two windows together keep a file busy, and leave
+    /// some of its memory to reads.
     const MOST: usize = 12;
 
     /// Creates a window without writes.
@@ -57,9 +59,10 @@ impl<'a> Window<'a> {
         let (shared, left) = (Arc::clone(&self.writes), Arc::clone(&under_way));
         let on_end = Arc::new(move |end: IoEnd| {
             let IoEnd { pages, result, .. } = end;
-            // Before the next one is let in, which uses this memory.
-            drop(pages);
+            // Memory of the file is given back before the next write is let in, which uses it.
+            let piece = pages.into_piece();
             let mut state = shared.state.lock();
+            state.pieces.extend(piece);
             state.under_way -= 1;
             state.failed = state.failed.take().or(result.err());
             left.fetch_sub(1, Ordering::Release);
@@ -71,8 +74,13 @@ impl<'a> Window<'a> {
 
     /// Returns memory for the next write as soon as it may start.
     pub(crate) fn pages(&self, count: usize) -> Pages {
-        drop(self.wait(|state| state.under_way < Self::MOST));
+        self.wait_for_room();
         self.io.pages(count)
+    }
+
+    /// Waits until another write may start.
+    pub(crate) fn wait_for_room(&self) {
+        drop(self.wait(|state| state.under_way < Self::MOST));
     }
 
     /// Starts a write that belongs to a group.
@@ -88,12 +96,10 @@ impl<'a> Window<'a> {
         self.wait(|_| group.has_ended()).failed.is_none()
     }
 
-    /// Waits for all writes.
-    ///
-    /// # Errors
-    /// Returns the error of the first write that failed.
-    pub(crate) fn finish(self) -> io::Result<()> {
-        self.wait(|state| state.under_way == 0).failed.take().map_or(Ok(()), Err)
+    /// Waits for all writes. Returns the error of the first one that failed, and the pieces that were written.
+    pub(crate) fn finish(self) -> (io::Result<()>, Vec<Piece>) {
+        let mut state = self.wait(|state| state.under_way == 0);
+        (state.failed.take().map_or(Ok(()), Err), std::mem::take(&mut state.pieces))
     }
 
     /// Waits until a condition holds, which only the end of a write changes.

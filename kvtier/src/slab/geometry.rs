@@ -16,7 +16,7 @@ use crate::record::CellRun;
 const MAGIC: [u8; 8] = *b"KVSLAB\0\0";
 
 /// The version of the superblock and of the tables.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// The number of bytes that a table reserves for each cell: more than an entry for one cell and a scope of its own.
 const TABLE_BYTES_PER_CELL: u64 = 184;

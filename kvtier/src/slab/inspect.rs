@@ -136,14 +136,15 @@ impl Slab {
 /// Reads a record, and returns its label if it is undamaged.
 fn label(io: &dyn DiskIo, geometry: Geometry, listed: &Listed) -> Option<String> {
     let header = (geometry.cell_offset(listed.runs.first()?.start), 1);
-    let spans = std::iter::once(header).chain(spans(geometry, &listed.runs, listed.payload));
+    let spans = std::iter::once(header).chain(spans(geometry, &listed.runs, [listed.payload.div_ceil(PAGE)]));
     let request =
         |(offset, count)| IoRequest { direction: Direction::Read, offset, pages: Pages::new(count) };
     let pages = run(io, spans.map(request).collect(), None).ok()?;
     let (head, rest) = pages.split_first()?;
     let header = Header::read(&head.bytes()[..PAGE])?;
-    let same = header.key == listed.key && header.sequence == listed.sequence;
-    header.read_label(rest.iter().map(Pages::bytes)).filter(|_| same)
+    let same = (header.key, header.sequence) == (listed.key, listed.sequence)
+        && header.payload_len() == Some(listed.payload);
+    if same { header.read_label(rest.iter().map(Pages::bytes)) } else { None }
 }
 
 /// Returns the first bytes of a key in hexadecimal digits.

@@ -8,14 +8,16 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
+use super::spares::Spares;
 use super::write::spans;
 use super::{Shared, Slab};
-use crate::io::{Direction, DiskIo, IoEnd, IoRequest, PAGE, Pages};
+use crate::buffer::RecordBuffer;
+use crate::io::{Direction, DiskIo, IoEnd, IoRequest, PAGE, Pages, Piece};
 use crate::known::Gone;
 use crate::record::{CellRun, Header, PayloadFault, RecordId, RecordNote};
 
 /// The buffers of a record that was found.
-pub type Found = Vec<Vec<u8>>;
+pub type Found = Vec<RecordBuffer>;
 
 /// The reason why a record was not loaded.
 #[derive(Debug)]
@@ -222,10 +224,19 @@ struct Ended {
 /// The requests of a load.
 struct Reads {
     pages: Vec<Option<Pages>>,
+    /// Memory behind the buffers that is not read.
+    unused: Option<Piece>,
     left: usize,
     failed: Option<io::Error>,
     /// The load, until it ends.
     load: Option<PlacedLoad>,
+}
+
+/// The buffers of a record that was read and checked.
+enum Checked {
+    /// They are where they have been read to, with these lengths.
+    InPlace(Vec<usize>),
+    Copied(Found),
 }
 
 /// A load with the place of its record.
@@ -234,16 +245,22 @@ pub(super) struct PlacedLoad {
     place: Place,
     /// The offsets and the page counts of the requests: the header's, and the payload's.
     spans: Vec<(u64, usize)>,
+    /// The number of pages of the buffers if the disk reads them to where they stay, and 0 otherwise.
+    body: usize,
 }
 
 impl PlacedLoad {
     fn new(state: &Arc<LoadState>, place: Place) -> Self {
         let geometry = state.shared.geometry;
         let header = (geometry.cell_offset(place.runs[0].start), 1);
-        let spans: Vec<_> =
-            std::iter::once(header).chain(spans(geometry, &place.runs, place.payload)).collect();
+        let bytes =
+            place.payload.checked_sub(state.id.payload_len()).filter(|bytes| bytes.is_multiple_of(PAGE));
+        let body = bytes.map_or(0, |bytes| bytes / PAGE);
+        let body = if body >= Spares::FEWEST_PAGES { body } else { 0 };
+        let parts = [body, place.payload.div_ceil(PAGE) - body];
+        let spans: Vec<_> = std::iter::once(header).chain(spans(geometry, &place.runs, parts)).collect();
         state.requests.store(spans.len(), Ordering::Relaxed);
-        Self { state: Arc::clone(state), place, spans }
+        Self { state: Arc::clone(state), place, spans, body }
     }
 
     /// Returns the number of requests to the disk.
@@ -257,35 +274,78 @@ impl PlacedLoad {
             return self.end(Err(Missed::Late));
         }
         let io = Arc::clone(&self.state.shared.io);
-        let request = |&(offset, count): &(u64, usize)| IoRequest {
-            direction: Direction::Read,
-            offset,
-            pages: io.pages(count),
-        };
-        let requests: Vec<_> = self.spans.iter().map(request).collect();
+        let mut unused = self.state.shared.spares.piece(self.body);
+        let mut left = self.body;
+        let mut requests = Vec::with_capacity(self.spans.len());
+        for (index, &(offset, count)) in self.spans.iter().enumerate() {
+            let piece = unused.take_if(|_| index > 0 && left > 0).map(|piece| piece.split(count));
+            let pages = match piece {
+                Some((piece, rest)) => {
+                    left -= count;
+                    unused = Some(rest);
+                    Pages::of(piece)
+                }
+                None => io.pages(count),
+            };
+            requests.push(IoRequest { direction: Direction::Read, offset, pages });
+        }
         let pages = requests.iter().map(|_| None).collect();
-        let reads = Mutex::new(Reads { pages, left: requests.len(), failed: None, load: Some(self) });
+        let reads = Reads { pages, unused, left: requests.len(), failed: None, load: Some(self) };
+        let reads = Mutex::new(reads);
         io.start(requests, Arc::new(move |end| reads.lock().ended(end)));
     }
 
-    /// Returns the buffers of the record that was read, if its bytes and its identity match.
-    fn check(&self, pages: &[Pages]) -> Result<Found, Missed> {
+    /// Returns the buffers of the record that was read to `pages`, if its bytes and its identity match. `unused` follows the
+    /// memory of the buffers.
+    fn check(&self, pages: Vec<Pages>, unused: Option<Piece>) -> Result<Found, Missed> {
+        let spares = &self.state.shared.spares;
+        let (body, rest): (Vec<Pages>, Vec<Pages>) = pages.into_iter().partition(Pages::is_piece);
+        let pieces = body.into_iter().filter_map(Pages::into_piece).chain(unused);
+        let body = Piece::join_all(pieces.collect()).pop();
+        let read = body.as_ref().and_then(|body| body.bytes().get(..self.body * PAGE)).unwrap_or_default();
+        match (self.check_parts(read, &rest), body) {
+            (Ok(Checked::InPlace(lens)), Some(body)) => RecordBuffer::divide(body, &lens).map_err(|body| {
+                spares.give([body]);
+                Missed::Damaged
+            }),
+            (Ok(Checked::InPlace(_)), None) => Err(Missed::Damaged),
+            (Ok(Checked::Copied(buffers)), body) => {
+                spares.give(body);
+                Ok(buffers)
+            }
+            (Err(missed), body) => {
+                spares.give(body);
+                Err(missed)
+            }
+        }
+    }
+
+    /// Checks the parts of a record: what was read to where buffers stay, and the header with the rest of the payload.
+    fn check_parts(&self, body: &[u8], rest: &[Pages]) -> Result<Checked, Missed> {
         let Self { state, place, .. } = self;
-        let (head, rest) = pages.split_first().ok_or(Missed::Damaged)?;
+        let (head, rest) = rest.split_first().ok_or(Missed::Damaged)?;
         let header = Header::read(&head.bytes()[..PAGE]).ok_or(Missed::Damaged)?;
         if header.sequence != place.sequence || header.payload_len() != Some(place.payload) {
             return Err(Missed::Damaged);
         }
-        let memory = |len| state.shared.spares.take(len);
-        header.read_payload(&state.id, rest.iter().map(Pages::bytes), memory).map_err(|fault| match fault {
+        let rest = rest.iter().map(Pages::bytes);
+        let missed = |fault| match fault {
             PayloadFault::Damaged => Missed::Damaged,
             PayloadFault::Differs => Missed::Differs,
-        })
+        };
+        // Another record can have this key, and other lengths.
+        if header.buffers.iter().sum::<usize>() == body.len() && RecordBuffer::can_divide(&header.buffers) {
+            header.check_payload(&state.id, body, rest).map_err(missed)?;
+            return Ok(Checked::InPlace(header.buffers));
+        }
+        let memory = |lens: &[usize]| state.shared.spares.buffers(lens);
+        let buffers = header.read_payload(&state.id, std::iter::once(body).chain(rest), memory);
+        buffers.map(Checked::Copied).map_err(missed)
     }
 
     /// Ends the load, and lets the next one begin.
     fn end(self, loaded: Result<Found, Missed>) {
-        let Self { state, place, spans } = self;
+        let Self { state, place, spans, .. } = self;
         state.shared.release(&place, &state.id, &loaded);
         state.end(loaded);
         state.shared.turns.leave(spans.len());
@@ -303,12 +363,15 @@ impl Reads {
         }
         if let Some(load) = self.load.take_if(|_| self.left == 0) {
             let pages: Vec<Pages> = self.pages.drain(..).flatten().collect();
+            // All memory is given back before the next load needs it.
             let loaded = match self.failed.take() {
-                Some(error) => Err(Missed::Failed(error)),
-                None => load.check(&pages),
+                Some(error) => {
+                    let pieces = pages.into_iter().filter_map(Pages::into_piece).chain(self.unused.take());
+                    load.state.shared.spares.give(pieces);
+                    Err(Missed::Failed(error))
+                }
+                None => load.check(pages, self.unused.take()),
             };
-            // Before the next load needs memory.
-            drop(pages);
             load.end(loaded);
         }
     }
@@ -320,6 +383,8 @@ impl LoadState {
         ended.is_over = true;
         if ended.is_given_up {
             self.shared.given_up.fetch_sub(self.bytes, Ordering::Relaxed);
+            let buffers = loaded.into_iter().flatten();
+            self.shared.spares.give(buffers.filter_map(RecordBuffer::into_piece));
         } else {
             ended.loaded = Some(loaded);
         }

@@ -60,6 +60,7 @@ use turns::ReadTurns;
 use usage::Counts;
 pub use usage::{AccountUsage, SlabUsage};
 
+use crate::buffer::RecordBuffer;
 use crate::error::{Error, Result};
 use crate::io::{DiskIo, FileIo, IoChoice, IoWay, PAGE, Watched};
 use crate::record::{Header, Record};
@@ -214,7 +215,8 @@ impl Slab {
             counts: Mutex::default(),
             rates: Mutex::default(),
             turns: ReadTurns::default(),
-            spares: Spares::default(),
+            // Half of what may wait to be written.
+            spares: Spares::new(config.queue_bytes / 2),
             given_up: AtomicUsize::new(0),
         });
         let mut this = Self { shared, writers: Vec::new(), lock };
@@ -233,6 +235,15 @@ impl Slab {
     /// Queues a record to be written, without waiting for the disk. It replaces a record with the same key and
     /// another identity.
     pub fn store(&self, record: Record) -> Stored {
+        let (stored, refused) = self.queue(record);
+        if let Some(Record { buffers, .. }) = refused {
+            self.recycle(buffers);
+        }
+        stored
+    }
+
+    /// Queues a record, or returns it.
+    fn queue(&self, record: Record) -> (Stored, Option<Record>) {
         let shared = &*self.shared;
         let (key, bytes, identity) = (record.id.key, record.payload_len(), record.id.digest());
         // What waits is newer than what is stored.
@@ -242,7 +253,7 @@ impl Slab {
             None => shared.state.lock().confirms(&key, identity),
         };
         if is_known {
-            return Stored::Known;
+            return (Stored::Known, Some(record));
         }
         // In this order, because the parent may have been written in between.
         let parent_waits = shared.queue.lock().waits(record.note.parent);
@@ -256,26 +267,26 @@ impl Slab {
         if is_late || !fits || !has_parent || !queue.has_room(bytes, shared.config.queue_bytes) {
             drop(queue);
             shared.count(|counts| counts.stores_dropped += 1);
-            return Stored::Dropped;
+            return (Stored::Dropped, Some(record));
         }
         if queue.identity_of(&key) == Some(identity) {
-            return Stored::Known;
+            return (Stored::Known, Some(record));
         }
         queue.push(record, identity);
         drop(queue);
         shared.queue_changed.notify_all();
-        Stored::Queued
+        (Stored::Queued, None)
     }
 
-    /// Returns memory of `len` bytes with undefined contents, for a buffer of a record to be stored. It is memory of
-    /// records that have been written, if there is some.
-    pub fn buffer(&self, len: usize) -> Vec<u8> {
-        self.shared.spares.take(len)
+    /// Returns buffers of these lengths with undefined contents, for a record to be stored. If they fill whole pages, and
+    /// unless they are small, the disk writes them without a copy. The memory is that of earlier records, if there is some.
+    pub fn buffers(&self, lens: &[usize]) -> Vec<RecordBuffer> {
+        self.shared.spares.buffers(lens)
     }
 
     /// Gives the memory of a record that was loaded and used back to the slab, which uses it again.
     pub fn recycle(&self, buffers: Found) {
-        self.shared.recycle(buffers);
+        self.shared.spares.give(buffers.into_iter().filter_map(RecordBuffer::into_piece));
     }
 
     /// Returns whether a record with this key can be loaded. Returns false if a load has asked for another
@@ -313,11 +324,6 @@ impl Slab {
 }
 
 impl Shared {
-    /// Keeps the memory of a record for other records, up to half of what may wait to be written.
-    fn recycle(&self, buffers: Vec<Vec<u8>>) {
-        self.spares.give(buffers, self.config.queue_bytes / 2);
-    }
-
     fn count(&self, change: impl FnOnce(&mut Counts)) {
         change(&mut self.counts.lock());
     }

@@ -17,7 +17,9 @@ use super::queue::batch_record;
 use super::state::NoCells;
 use super::table::Listed;
 use super::{Group, Shared};
-use crate::io::{DiskIo, PAGE, Pages, Window, WriteGroup};
+use crate::buffer::RecordBuffer;
+use crate::digest::PayloadDigest;
+use crate::io::{DiskIo, PAGE, Pages, Piece, Window, WriteGroup};
 use crate::record::{CellRun, Header, Record, RecordNote};
 
 /// The largest request in bytes.
@@ -26,6 +28,9 @@ pub(super) const REQUEST: usize = 512 << 10;
 /// A record with its place.
 struct Placed {
     record: Record,
+    /// The lengths of the buffers, which leave the record when it is written.
+    lens: Vec<usize>,
+    payload: usize,
     taken: Taken,
     created: u64,
     /// The digest of the record's identity.
@@ -33,21 +38,31 @@ struct Placed {
     digest: u64,
 }
 
-/// Returns the requests that cover the first `bytes` of a record's cells without its header, as offsets and
-/// page counts.
-pub(super) fn spans(geometry: Geometry, runs: &[CellRun], payload: usize) -> Vec<(u64, usize)> {
-    let mut left = payload.div_ceil(PAGE);
-    let mut spans = Vec::new();
-    for (index, run) in runs.iter().enumerate() {
+/// Returns the requests that cover a record's cells without its header, as offsets and page counts. The payload lies in
+/// parts of memory with these page counts, and no request covers more than one of them.
+pub(super) fn spans(
+    geometry: Geometry,
+    runs: &[CellRun],
+    parts: impl IntoIterator<Item = usize>,
+) -> Vec<(u64, usize)> {
+    let mut places = runs.iter().enumerate().map(|(index, run)| {
         let header = usize::from(index == 0);
-        let mut offset = geometry.cell_offset(run.start) + (header * PAGE) as u64;
-        let mut pages = (run.count as usize * geometry.cell_pages as usize - header).min(left);
-        left -= pages;
-        while pages > 0 {
-            let count = pages.min(REQUEST / PAGE);
+        let pages = run.count as usize * geometry.cell_pages as usize - header;
+        (geometry.cell_offset(run.start) + (header * PAGE) as u64, pages)
+    });
+    let (mut offset, mut room) = (0, 0);
+    let mut spans = Vec::new();
+    for mut left in parts {
+        while left > 0 {
+            if room == 0 {
+                let Some(next) = places.next() else { return spans };
+                (offset, room) = next;
+                continue;
+            }
+            let count = left.min(room).min(REQUEST / PAGE);
             spans.push((offset, count));
             offset += (count * PAGE) as u64;
-            pages -= count;
+            (left, room) = (left - count, room - count);
         }
     }
     spans
@@ -60,7 +75,7 @@ fn seconds() -> u64 {
 
 impl Shared {
     /// Writes batches until the slab is closed and nothing is left to write. Several threads do so at once: one
-    /// copies while another one waits for the disk.
+    /// goes on while another one waits for the disk.
     pub(super) fn write_batches(&self) {
         loop {
             // One thread at a time, so that the numbers of the writes follow the order of the stores.
@@ -88,7 +103,8 @@ impl Shared {
                 match taken {
                     Ok(taken) => {
                         let (created, identity) = (seconds(), record.id.digest());
-                        placed.push(Placed { record, taken, created, identity, digest: 0 });
+                        let lens = record.buffers.iter().map(|buffer| buffer.len()).collect();
+                        placed.push(Placed { record, lens, payload, taken, created, identity, digest: 0 });
                     }
                     Err(reason) => self.drop_record(number, &record, reason),
                 }
@@ -139,15 +155,16 @@ impl Shared {
         if batch.is_empty() {
             return;
         }
-        let written = self.write_records(number, &mut batch).and_then(|()| self.io.sync());
-        let records: Vec<_> = batch.iter().map(|placed| batch_record(&placed.record)).collect();
+        let mut used = Vec::new();
+        let written = self.write_records(number, &mut batch, &mut used).and_then(|()| self.io.sync());
+        let records: Vec<_> = batch.iter().map(|placed| (placed.record.id.key, placed.payload)).collect();
         let mut state = self.state.lock();
         // Both are locked, so that a record is always waiting or stored until it is dropped.
         let mut queue = self.queue.lock();
         let is_kept = queue.settle(number, &records);
-        let (mut orphans, mut used) = (0, Vec::new());
-        for Placed { record, taken, created, identity, .. } in batch {
-            let (payload, note) = (record.payload_len(), record.note);
+        let mut orphans = 0;
+        for Placed { record, payload, taken, created, identity, .. } in batch {
+            let note = record.note;
             // The parent may have left while this record was written.
             let is_orphan = !state.has_parent(&note) && !queue.waits(note.parent);
             orphans += u64::from(is_orphan && is_kept);
@@ -157,7 +174,7 @@ impl Shared {
             } else {
                 state.give_back(Group::Own(note.account), taken);
             }
-            used.extend(record.buffers);
+            used.extend(record.buffers.into_iter().filter_map(RecordBuffer::into_piece));
         }
         if written.is_err() || !is_kept {
             // Children that another thread has written before.
@@ -169,13 +186,13 @@ impl Shared {
             counts.write_errors += u64::from(written.is_err() && is_kept);
         });
         drop((state, queue));
-        self.recycle(used);
+        self.spares.give(used);
         self.queue_changed.notify_all();
     }
 
     /// Writes the payload of each record, and its header as soon as the payload is there. Goes on with the next payload
-    /// in the meantime. Returns once the disk has ended everything.
-    fn write_records(&self, number: u64, batch: &mut [Placed]) -> io::Result<()> {
+    /// in the meantime. Returns once the disk has ended everything. Adds memory that is no longer needed to `used`.
+    fn write_records(&self, number: u64, batch: &mut [Placed], used: &mut Vec<Piece>) -> io::Result<()> {
         let is_given_up = || self.queue.lock().is_given_up(number);
         let window = Window::new(&*self.io);
         let headers = window.group();
@@ -193,7 +210,7 @@ impl Shared {
             if is_given_up() {
                 break;
             }
-            payloads.push_back((self.start_payload(&window, &mut batch[index]), index));
+            payloads.push_back((self.start_payload(&window, &mut batch[index], used), index));
             let ended = payloads.iter().take_while(|(payload, _)| payload.has_ended()).count();
             for (payload, index) in payloads.drain(..ended) {
                 start_header(&payload, &batch[index]);
@@ -202,29 +219,66 @@ impl Shared {
         for (payload, index) in payloads {
             start_header(&payload, &batch[index]);
         }
-        let written = window.finish();
+        let (written, pieces) = window.finish();
+        used.extend(pieces);
         if is_given_up() { Err(io::ErrorKind::TimedOut.into()) } else { written }
     }
 
-    /// Starts to write a payload, and computes its digest. Returns the writes.
-    fn start_payload(&self, window: &Window<'_>, placed: &mut Placed) -> WriteGroup {
-        let Placed { record, taken, digest, .. } = placed;
-        let mut spans = spans(self.geometry, &taken.runs, record.payload_len()).into_iter();
-        let (payload, mut offset) = (window.group(), 0);
-        *digest = record.write_payload(|full| {
-            if let Some(full) = full {
-                window.write(&payload, offset, full);
+    /// Starts to write a payload, and computes its digest. Returns the writes. Memory that a disk can write is not copied.
+    fn start_payload(&self, window: &Window<'_>, placed: &mut Placed, used: &mut Vec<Piece>) -> WriteGroup {
+        let Placed { record, payload: bytes, taken, digest, .. } = placed;
+        let writes = window.group();
+        let mut computed = PayloadDigest::new();
+        if record.fills_pages() {
+            record.buffers.iter().for_each(|buffer| computed.add_buffer(buffer.digest()));
+        }
+        let Some((pieces, unused)) = record.take_pieces() else {
+            let mut spans = spans(self.geometry, &taken.runs, [bytes.div_ceil(PAGE)]).into_iter();
+            let mut offset = 0;
+            *digest = record.write_payload(|full| {
+                if let Some(full) = full {
+                    window.write(&writes, offset, full);
+                }
+                let (next, count) = spans.next()?;
+                offset = next;
+                Some(window.pages(count))
+            });
+            return writes;
+        };
+        used.extend(unused);
+        let tail = record.id.payload_len().div_ceil(PAGE);
+        let parts = pieces.iter().map(Piece::pages).chain([tail]);
+        let mut spans = spans(self.geometry, &taken.runs, parts).into_iter();
+        for mut rest in pieces {
+            while rest.pages() > 0
+                && let Some((offset, count)) = spans.next()
+            {
+                let (piece, others) = rest.split(count);
+                window.wait_for_room();
+                window.write(&writes, offset, Pages::of(piece));
+                rest = others;
             }
-            let (next, count) = spans.next()?;
-            offset = next;
-            Some(window.pages(count))
-        });
-        payload
+        }
+        let mut tail = Vec::with_capacity(tail * PAGE);
+        record.id.each_part(|part| tail.extend_from_slice(part));
+        computed.add_bytes(&tail);
+        let mut rest = &tail[..];
+        for (offset, count) in spans {
+            let mut pages = window.pages(count);
+            let (now, others) = rest.split_at(rest.len().min(count * PAGE));
+            let (filled, zeros) = pages.bytes_mut().split_at_mut(now.len());
+            filled.copy_from_slice(now);
+            zeros.fill(0);
+            window.write(&writes, offset, pages);
+            rest = others;
+        }
+        *digest = computed.value();
+        writes
     }
 
     /// Returns the page with the header of a record.
     fn header(&self, placed: &Placed) -> Pages {
-        let Placed { record, taken, created, identity, digest } = placed;
+        let Placed { record, lens, taken, created, identity, digest, .. } = placed;
         let Taken { sequence, runs, .. } = taken;
         let mut page = Pages::new(1);
         let header = Header {
@@ -236,7 +290,7 @@ impl Shared {
             stored_start: record.id.stored_start,
             tokens: record.id.tokens.len(),
             label: record.id.label.len(),
-            buffers: record.buffers.iter().map(Vec::len).collect(),
+            buffers: lens.clone(),
             digest: *digest,
             identity: *identity,
             runs: runs.clone(),

@@ -48,6 +48,8 @@ pub(crate) struct TestState {
     pub(crate) hanging_after: Option<usize>,
     /// True if syncs fail. What was written is on the disk all the same.
     pub(crate) failing_syncs: bool,
+    /// The length of writes that fail although others do not.
+    pub(crate) failing_length: Option<usize>,
     /// The length of a write that hangs although later ones do not.
     pub(crate) holding: Option<usize>,
     held: Vec<(usize, IoRequest, OnEnd)>,
@@ -202,7 +204,8 @@ impl DiskIo for TestDisk {
                 continue;
             }
             let IoRequest { direction, offset, ref pages } = request;
-            if state.failing == Some(direction) {
+            let fails = direction == Direction::Write && state.failing_length == Some(len);
+            if fails || state.failing == Some(direction) {
                 drop(state);
                 on_end(IoEnd { index, pages: request.pages, result: Err(io::Error::other("broken")) });
                 continue;

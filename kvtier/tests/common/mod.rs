@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvcore::{BlockKey, KeyScope};
-use kvtier::{FileIo, IoWay, Missed, Record, RecordId, Slab};
+use kvtier::{FileIo, Found, IoWay, Missed, Record, RecordId, Slab};
 
 /// The scope of most tests.
 pub(crate) fn scope() -> BlockKey {
@@ -23,13 +23,23 @@ pub(crate) fn record(number: u32, bytes: usize) -> Record {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) as u8
     };
-    let buffers =
+    let buffers: Vec<Vec<u8>> =
         vec![(0..bytes / 2).map(|_| next()).collect(), (0..bytes - bytes / 2).map(|_| next()).collect()];
     Record::new(RecordId { key, tokens, stored_start: i64::from(number), label: "test".into() }, buffers)
 }
 
+/// Returns a record in memory of the slab, which the disk writes without a copy if the buffers fill whole pages.
+pub(crate) fn in_slab_memory(slab: &Slab, record: &Record) -> Record {
+    let lens: Vec<usize> = record.buffers.iter().map(|buffer| buffer.len()).collect();
+    let mut buffers = slab.buffers(&lens);
+    for (to, from) in buffers.iter_mut().zip(&record.buffers) {
+        to.copy_from_slice(from);
+    }
+    Record { id: record.id.clone(), note: record.note, buffers }
+}
+
 /// Loads a record within a few seconds.
-pub(crate) fn load(slab: &Slab, id: &RecordId) -> Result<Vec<Vec<u8>>, Missed> {
+pub(crate) fn load(slab: &Slab, id: &RecordId) -> Result<Found, Missed> {
     slab.load(id, Instant::now() + Duration::from_secs(20))
 }
 

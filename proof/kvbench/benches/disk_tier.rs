@@ -54,8 +54,11 @@ impl Ours {
             let tokens: Vec<u32> = (0..512).map(|token| turn * self.records + number + token).collect();
             let key = KeyScope::new("bench", b"").root().child(&[turn, number]);
             let id = RecordId { key, tokens: tokens.into(), stored_start: 0, label: "bench".into() };
-            let buffer = |byte: u32| vec![(byte + number) as u8; RECORD / 2];
-            Record::new(id, vec![buffer(turn), buffer(turn + 7)])
+            let mut buffers = self.slab.buffers(&[RECORD / 2; 2]);
+            for (buffer, byte) in buffers.iter_mut().zip([turn, turn + 7]) {
+                buffer.fill((byte + number) as u8);
+            }
+            Record::new(id, buffers)
         };
         let records: Vec<Record> = (0..self.records).map(record).collect();
         self.ids = records.iter().map(|record| record.id.clone()).collect();
@@ -75,7 +78,8 @@ impl Ours {
             for _ in 0..loads {
                 scope.spawn(|| {
                     while let Some(id) = self.ids.get(next.fetch_add(1, Ordering::Relaxed) as usize) {
-                        self.slab.load(id, Instant::now() + PATIENCE).expect("a record that was stored");
+                        let found = self.slab.load(id, Instant::now() + PATIENCE);
+                        self.slab.recycle(found.expect("a record that was stored"));
                     }
                 });
             }

@@ -72,8 +72,12 @@ fn examine(folder: &Path) -> Result<DiskReport> {
         stored_start: 0,
         label: "kvc doctor".into(),
     };
-    let records: Vec<_> =
-        (0..RECORDS).map(|number| Record::new(id(number), vec![vec![number as u8; RECORD]])).collect();
+    let record = |number: u32| {
+        let mut buffers = slab.buffers(&[RECORD]);
+        buffers.iter_mut().for_each(|buffer| buffer.fill(number as u8));
+        Record::new(id(number), buffers)
+    };
+    let records: Vec<_> = (0..RECORDS).map(record).collect();
     let bytes = f64::from(RECORDS) * RECORD as f64;
     let begun = Instant::now();
     for record in records {
@@ -88,7 +92,10 @@ fn examine(folder: &Path) -> Result<DiskReport> {
     let mut found = 0;
     for loading in loads {
         loading.wait_until(begun + PATIENCE);
-        found += usize::from(loading.end().is_ok());
+        if let Ok(buffers) = loading.end() {
+            slab.recycle(buffers);
+            found += 1;
+        }
     }
     let read = found as f64 * RECORD as f64 / begun.elapsed().as_secs_f64();
     let choice = slab.io_choice();
