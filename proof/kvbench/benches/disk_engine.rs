@@ -156,6 +156,6 @@ fn main() {
     row(&what("save blocks of"), bytes, saved, "direct writes", wrote);
     row(&what("load blocks of"), bytes, filled, "direct reads", read);
     row(&what("records arrive, of"), bytes, arrived, "direct reads", read);
-    row(&what("save blocks of"), bytes, saved, "direct writes of the same 4 MiB", wrote_again);
-    row(&what("load blocks of"), bytes, filled, "direct reads to the same 4 MiB", read_again);
+    row(&what("save blocks of"), bytes, saved, "4 MiB, written directly again and again", wrote_again);
+    row(&what("load blocks of"), bytes, filled, "4 MiB, read directly again and again", read_again);
 }

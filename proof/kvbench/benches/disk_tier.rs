@@ -4,9 +4,9 @@
 //! `--mib N` sets the number of MiB per turn (default 512), and `--turns N` the number of turns (default 5).
 //! `--quick 1` measures one turn.
 //!
-//! The plain program has one thread for each request under way, and calls `pread` and `pwrite` with as many
-//! bytes per request as a slab does. Both sides overwrite files that were written before, and both end their
-//! writes with a sync. The times of a slab include its copies, its digests and its checkpoints.
+//! The plain program has one thread for each request under way, and as much memory as it reads and writes. Both sides
+//! overwrite files that were written before, and both end their writes with a sync. The times of a slab include its
+//! digests and its checkpoints.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::path::Path;
@@ -132,13 +132,16 @@ fn main() {
         }
         let plain = Plain::new(&folder.path().join("plain"), bytes as u64, 1);
         let mut ours = Ours::new(folder.path(), way, records);
+        let mut memory = ours.slab.buffers(&[bytes]).remove(0);
         // The first turns write to places that were never written.
         plain.write();
         ours.write(0);
         ours.write(1);
         let mut best = [f64::INFINITY; 5];
         for turn in 2..turns as u32 + 2 {
-            let times = [ours.write(turn), plain.write(), ours.read(LOADS), plain.read(), ours.read(1)];
+            let (write, plain_write) = (ours.write(turn), plain.write_from(&mut memory));
+            let (read, plain_read) = (ours.read(LOADS), plain.read_to(&mut memory));
+            let times = [write, plain_write, read, plain_read, ours.read(1)];
             for (best, time) in best.iter_mut().zip(times) {
                 *best = best.min(time);
             }
