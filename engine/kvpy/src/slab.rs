@@ -20,6 +20,7 @@ use pyo3::prelude::*;
 
 use crate::device::ArenaDevice;
 use crate::error::CallError;
+use crate::names::named;
 use crate::tensor::ForeignTensor;
 
 /// The number of records that are loaded at once.
@@ -147,21 +148,23 @@ fn pairs(names: Vec<Vec<u8>>, at: &[usize]) -> PyResult<Vec<(Vec<u8>, usize)>> {
 impl PySlab {
     /// Opens or creates the records in a folder. `identity` describes everything that a row's bytes depend on
     /// apart from its name; records with another identity are never found. `limit` is the largest size of the
-    /// file in bytes.
+    /// file in bytes, and `policy` determines which records leave first when it is full.
     #[new]
-    #[pyo3(signature = (folder, identity, *, limit, row_bytes))]
+    #[pyo3(signature = (folder, identity, *, limit, row_bytes, policy = "lru"))]
     fn new(
         py: Python<'_>,
         folder: PathBuf,
         identity: String,
         limit: u64,
         row_bytes: usize,
+        policy: &str,
     ) -> PyResult<Self> {
+        let policy = named("policy", policy)?;
         let scope = KeyScope::new("kvcache.Slab", identity.as_bytes()).root();
         let identity: Arc<str> = identity.into();
         // A record is a header, the identity, the name, and the row.
         let whole = (PAGE + identity.len() + 1024).saturating_add(row_bytes);
-        let default = SlabConfig { limit, ..SlabConfig::default() };
+        let default = SlabConfig { limit, policy, ..SlabConfig::default() };
         let fitting = SlabConfig { cell_bytes: whole, ..default };
         let config = if whole <= WHOLE { fitting } else { default };
         let open = || Slab::open(&folder, scope, config);

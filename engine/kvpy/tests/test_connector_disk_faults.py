@@ -391,6 +391,7 @@ WRONG = [
     ({"disk_deadline": 0}, r"disk_deadline is 0: it must be a number of seconds above 0"),
     ({"disk_deadline": "2"}, r"disk_deadline is '2'"),
     ({"disk_loads": "never"}, r'disk_loads is \'never\': it must be "if-faster" or "always"'),
+    ({"disk_policy": "fifo"}, r"disk_policy is 'fifo': it must be one of lru, s3-fifo, tiny-lfu"),
     ({"disk_version": 3}, r"disk_version is 3: it must be a text"),
     ({"disk_limt": "1GiB"}, r"unknown settings \['disk_limt'\]"),
 ]

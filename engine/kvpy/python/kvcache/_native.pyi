@@ -802,7 +802,9 @@ class Paired:
 class Slab:
     """Records in a folder, for the rows of another engine's memory. Private: ``kvcache.vllm.SlabTier`` uses it."""
 
-    def __new__(cls, folder: str | PathLike[str], identity: str, *, limit: int, row_bytes: int) -> Self:
+    def __new__(
+        cls, folder: str | PathLike[str], identity: str, *, limit: int, row_bytes: int, policy: str = "lru"
+    ) -> Self:
         """Opens or creates the records in a folder. Records with another ``identity`` are never found."""
 
     def contains(self, name: bytes) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache import KvCacheError, Ropes, key_root
 
 from .adapters import stamp_of
-from .disk.settings import check_seconds, check_version, folder_of, limit_of
+from .disk.settings import check_policy, check_seconds, check_version, folder_of, limit_of
 from .sizes import size_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Settings:
     """Seconds that a request may wait for the disk."""
     disk_loads: str = "if-faster"
     """``if-faster``: what is computed sooner is not loaded. ``always``: everything is loaded."""
+    disk_policy: str = "lru"
+    """What leaves first when the files are full: ``lru``, ``s3-fifo`` or ``tiny-lfu``."""
     disk_version: str = ""
     """A part of every record's identity. Change it when weights change without their files changing."""
 
@@ -83,6 +85,7 @@ def _disk(settings: Settings, given: set[str]) -> dict[str, Any]:
     if "disk_limit" not in given:
         raise ValueError('disk_path needs the setting disk_limit: the size of the file in that folder, such as "50GiB"')
     check_seconds("disk_deadline", settings.disk_deadline)
+    check_policy("disk_policy", settings.disk_policy)
     check_version("disk_version", settings.disk_version)
     if settings.disk_loads not in ("if-faster", "always"):
         raise ValueError(f"disk_loads is {settings.disk_loads!r}: it must be \"if-faster\" or \"always\"")

@@ -39,7 +39,7 @@ def open_disk(vllm_config: VllmConfig, settings: Settings, shape: Geometry, laye
     below += [f"rank-{rank}"] if ranks > 1 else []
     folder = os.path.join(settings.disk_path, *below)
     identity = own_identity(vllm_config, layers, shape, rank, settings.disk_version)
-    slab = Slab(folder, identity, limit=limit, row_bytes=min(sizes))
+    slab = Slab(folder, identity, limit=limit, row_bytes=min(sizes), policy=settings.disk_policy)
     blocks = {of_prefix: SlabBlocks(slab, own.arenas) for of_prefix, own in arenas.items()}
     usage = slab.usage()
     logger.info("the connector opened %s: %d records, a file of %d bytes", folder, usage["records"], usage["limit_bytes"])

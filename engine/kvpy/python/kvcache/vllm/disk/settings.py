@@ -12,6 +12,8 @@ from ..sizes import size_of
 DAY = 24 * 60 * 60
 EXAMPLES = {"path": "the folder for its records, such as \"/var/lib/kvcache\"", "limit": "the size of its file, such as \"50GiB\""}
 
+POLICIES = ("lru", "s3-fifo", "tiny-lfu")
+
 
 @dataclass(frozen=True)
 class SlabSettings:
@@ -23,6 +25,8 @@ class SlabSettings:
     """Seconds that a block may take to be read."""
     write_deadline: float = 30.0
     """Seconds that 32 MiB may take to be written."""
+    policy: str = "lru"
+    """What leaves first when the file is full: ``lru``, ``s3-fifo`` or ``tiny-lfu``."""
     version: str = ""
     """A part of every block's identity. Change it when weights change without their files changing."""
     locality: str | None = None
@@ -43,10 +47,17 @@ class SlabSettings:
         settings = cls(**{**given, "path": folder_of("path", given["path"]), "limit": limit_of("limit", given["limit"])})
         for name in ("read_deadline", "write_deadline"):
             check_seconds(name, getattr(settings, name))
+        check_policy("policy", settings.policy)
         check_version("version", settings.version)
         if settings.locality not in (None, "LOCAL", "REMOTE"):
             raise ValueError(f"locality is {settings.locality!r}: it must be \"LOCAL\" or \"REMOTE\"")
         return settings
+
+
+def check_policy(name: str, value: Any) -> None:
+    """Raises ``ValueError`` if a setting is not the name of a policy that needs no priorities."""
+    if value not in POLICIES:
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(POLICIES)}")
 
 
 def folder_of(name: str, value: Any) -> str:

@@ -67,7 +67,7 @@ class SlabTier(SecondaryTierManager):
         # Each replica has its own scheduler, and a folder has one owner.
         replica = [f"replica-{parallel.data_parallel_index}"] if parallel.data_parallel_size > 1 else []
         self.folder = os.path.join(chosen.path, *replica)
-        self._slab: Slab | None = Slab(self.folder, described, limit=chosen.limit, row_bytes=row_bytes)
+        self._slab: Slab | None = Slab(self.folder, described, limit=chosen.limit, row_bytes=row_bytes, policy=chosen.policy)
         self._deadline = chosen.write_deadline
         # vLLM frees its host memory after this tier has been shut down, and nothing may refer to it then.
         table = np.asarray(primary_kv_view)
