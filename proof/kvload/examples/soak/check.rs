@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
+use crate::counted::allocated;
 use crate::requests::{Dialect, add_documents, asked};
 use crate::served::KEYS;
 use crate::state::State;
@@ -55,6 +56,8 @@ impl FixedAnswers {
 pub(crate) struct Checkpoints {
     /// The resident memory at each checkpoint, in bytes.
     resident: Vec<u64>,
+    /// The bytes that were allocated at each checkpoint.
+    allocated: Vec<u64>,
     /// The number of idle connections that were open then.
     idle: Vec<usize>,
     /// The most threads.
@@ -97,6 +100,7 @@ impl Checkpoints {
         }
         self.threads = self.threads.max(threads.values().sum());
         self.resident.push(resident()?);
+        self.allocated.push(allocated());
         self.idle.push(idle);
         Ok(())
     }
@@ -114,15 +118,19 @@ impl Checkpoints {
 
     pub(crate) fn print(&self, state: &State, growth: u64) {
         let every = self.resident.len().div_ceil(10).max(1);
-        let shown: Vec<String> =
-            self.resident.iter().step_by(every).chain(self.resident.last()).map(|&b| mib(b)).collect();
+        let shown = |all: &[u64]| {
+            let shown: Vec<String> = all.iter().step_by(every).chain(all.last()).map(|&b| mib(b)).collect();
+            shown.join(", ")
+        };
         println!(
             "{:.0} seconds of traffic, {} checkpoints, up to {} threads\n\
-             resident memory from the first checkpoint to the last: {}; it may grow by {growth} MiB after the first third",
+             resident memory from the first checkpoint to the last: {}; it may grow by {growth} MiB after the first third\n\
+             allocated memory: {}",
             state.seconds,
             self.resident.len(),
             self.threads,
-            shown.join(", "),
+            shown(&self.resident),
+            shown(&self.allocated),
         );
     }
 }

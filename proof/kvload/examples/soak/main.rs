@@ -25,6 +25,7 @@ use tokio::runtime::Builder;
 use tokio::task::JoinSet;
 
 mod check;
+mod counted;
 mod idle;
 mod requests;
 mod served;
