@@ -10,7 +10,7 @@ The header of `llama_cpp.py` explains how to build llama-server, and the one of 
 The client is `kvc bench serve --url`: prompts of random tokens to `/v1/completions`, streamed, answered greedily with a fixed
 number of tokens, ignoring end tokens. Every round has other prompts, so nothing is found in a cache. The engine alone gets
 the requests without a server or a client. All programs use two threads, and keys and values in the type of the weights,
-except llama-server, which has f16 for bf16 (its default). Each server answers one unmeasured round first. Rounds alternate
+except llama-server, which has f16 for bf16 (its default). Each program answers a few requests first. Rounds alternate
 between the programs, and servers that are not measured are stopped. The table has medians. Needs only Python.
 """
 
@@ -32,6 +32,8 @@ import urllib.request
 PROMPT, ANSWER, VOCABULARY = 128, 64, 49152
 # The types of the weights, and what vLLM calls them.
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+# The requests of the round that is not measured.
+WARM_UP = 4
 # The most requests at once, for servers that reserve memory for each.
 MOST = 64
 
@@ -115,8 +117,7 @@ def measure(args: argparse.Namespace, dtype: str, requests: list[int], scratch: 
         servers = start(args, dtype, gguf, scratch)
         line = json.dumps({"at": 0, "prompt_tokens": PROMPT, "answer_tokens": ANSWER})
         for many in requests:
-            trace = scratch / f"{many}.jsonl"
-            trace.write_text("\n".join([line] * many))
+            trace = scratch / "trace.jsonl"
             alone = lambda seed: bench(args.kvc, str(trace), seed, "--model", gguf, "--dtype", dtype)  # noqa: E731, B023
             served = lambda server: lambda seed: bench(args.kvc, str(trace), seed, "--url", server.url, *client)  # noqa: E731, B023
             programs = [("engine alone", alone, None)] + [(server.name, served(server), server) for server in servers]
@@ -124,6 +125,7 @@ def measure(args: argparse.Namespace, dtype: str, requests: list[int], scratch: 
             for server in servers:
                 server.signal(signal.SIGSTOP)
             for turn in range(args.rounds + 1):
+                trace.write_text("\n".join([line] * (many if turn > 0 else WARM_UP)))
                 # What comes first in a round may find the processors cooler.
                 first = turn % len(programs)
                 for name, play, server in programs[first:] + programs[:first]:

@@ -24,8 +24,12 @@ const GIVEN_BACK: Duration = Duration::from_secs(10);
 /// The memory that an idle connection may take at both of its ends, in bytes.
 const IDLE_CONNECTION: u64 = 16 << 10;
 
+/// The bytes that may be allocated after the last connection has closed, beyond those before the first request: what the
+/// server remembers of texts, forms of answers and cached blocks.
+const REMEMBERED: u64 = 16 << 20;
+
 /// The threads that must live, with their number. Names in the system have up to 15 bytes.
-const THREADS: [(&str, usize); 2] = [("kv-engine", 1), ("kv-serve", 2)];
+const THREADS: [(&str, usize); 3] = [("kv-documents", 1), ("kv-engine", 1), ("kv-serve", 2)];
 
 /// The first answers to the fixed requests.
 #[derive(Debug, Default)]
@@ -105,6 +109,24 @@ impl Checkpoints {
         Ok(())
     }
 
+    /// Checks that what connections and requests have allocated is given back, now that all of them have ended.
+    pub(crate) fn end(&mut self, runtime: &Runtime, tally: &Tally) {
+        let most = self.allocated.first().copied().unwrap_or(0) + REMEMBERED;
+        let until = Instant::now() + GIVEN_BACK;
+        while allocated() > most && Instant::now() < until {
+            runtime.block_on(async { tokio::time::sleep(Duration::from_millis(10)).await });
+        }
+        let left = allocated();
+        self.allocated.push(left);
+        if left > most {
+            let most = mib(most);
+            tally.violation(format!(
+                "{} are allocated after the last connection, and {most} may be",
+                mib(left)
+            ));
+        }
+    }
+
     /// Judges the memory by a bound on its growth in bytes, after a warm-up of a third of the run: caches fill, and memory
     /// that was given back lies between connections that are open.
     pub(crate) fn judge(&self, most: u64, tally: &Tally) {
@@ -125,7 +147,7 @@ impl Checkpoints {
         println!(
             "{:.0} seconds of traffic, {} checkpoints, up to {} threads\n\
              resident memory from the first checkpoint to the last: {}; it may grow by {growth} MiB after the first third\n\
-             allocated memory: {}",
+             allocated memory from the first checkpoint to the last, and after the last connection: {}",
             state.seconds,
             self.resident.len(),
             self.threads,

@@ -14,6 +14,19 @@ static ALLOCATOR: Counted<System> = Counted(System);
 /// The bytes that are lent.
 static LENT: AtomicUsize = AtomicUsize::new(0);
 
+/// Limits the arenas of glibc's allocator as `kvc` does. Other threads must not have been started.
+#[cfg(target_env = "gnu")]
+pub(crate) fn limit_arenas() {
+    if std::env::var_os("MALLOC_ARENA_MAX").is_none() {
+        // SAFETY: `mallopt` accepts any two numbers, and only this thread runs, so that no other one allocates meanwhile.
+        unsafe { libc::mallopt(libc::M_ARENA_MAX, 2) };
+    }
+}
+
+/// Does nothing: other allocators have no arenas for each thread.
+#[cfg(not(target_env = "gnu"))]
+pub(crate) fn limit_arenas() {}
+
 /// Returns the number of bytes that are allocated now.
 pub(crate) fn allocated() -> u64 {
     LENT.load(Ordering::Relaxed) as u64

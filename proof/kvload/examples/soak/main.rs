@@ -59,7 +59,7 @@ struct Soak {
     #[arg(long, default_value_t = 10_000)]
     idle: usize,
     /// The number of MiB by which the process may grow after the first third of the run.
-    #[arg(long, default_value_t = 96)]
+    #[arg(long, default_value_t = 48)]
     growth: u64,
     /// Let only clients of one kind send requests, to find out which ones a violation needs.
     #[arg(long)]
@@ -78,6 +78,7 @@ enum Kind {
 }
 
 fn main() -> ExitCode {
+    counted::limit_arenas();
     let args = Soak::parse();
     match soak(&args) {
         Ok(true) => ExitCode::SUCCESS,
@@ -134,6 +135,7 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
     let (wanted, open) = idle.reached();
     println!("up to {open} of {wanted} idle connections were open");
     drop(idle);
+    checkpoints.end(&runtime, &tally);
     bar.finish_and_clear();
     checkpoints.judge(args.growth << 20, &tally);
     shut_down(server, &tally);
