@@ -11,7 +11,8 @@ The client is `kvc bench serve --url`: prompts of random tokens to `/v1/completi
 number of tokens, ignoring end tokens. Every round has other prompts, so nothing is found in a cache. The engine alone gets
 the requests without a server or a client. All programs use two threads, and keys and values in the type of the weights,
 except llama-server, which has f16 for bf16 (its default). Each program answers a few requests first. Rounds alternate
-between the programs, and servers that are not measured are stopped. The table has medians. Needs only Python.
+between the programs, and servers that are not measured are stopped. The table has medians.
+Processor time is that of the server, without the client. Needs only Python.
 """
 
 from __future__ import annotations
@@ -59,6 +60,16 @@ class Served:
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
+
+    def cpu(self) -> float:
+        """Returns the processor time of the server's processes so far, in seconds."""
+        ticks = 0
+        for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                stat = path.read_text().rsplit(")", 1)[1].split()
+                if int(stat[2]) == self.process.pid:
+                    ticks += int(stat[11]) + int(stat[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         self.signal(signal.SIGCONT)
@@ -131,21 +142,24 @@ def measure(args: argparse.Namespace, dtype: str, requests: list[int], scratch: 
                 for name, play, server in programs[first:] + programs[:first]:
                     if server:
                         server.signal(signal.SIGCONT)
+                    before = server.cpu() if server else 0
                     report = play(1000 * many + turn)
                     if server:
+                        report["cpu_seconds"] = server.cpu() - before
                         server.signal(signal.SIGSTOP)
                     if turn > 0:
                         times[name].append(report)
-                    print(f"# {dtype}, {many} at once, round {turn}, {name}: {report['seconds']:.2f} s", flush=True)
+                    print(f"# {dtype}, {many} at once, round {turn}, {name}: {report['seconds']:.2f} s, {report['cpu_seconds']:.2f} s of processors", flush=True)
             engine = statistics.median(report["seconds"] for report in times["engine alone"])
             for name, reports in times.items():
                 seconds = [report["seconds"] for report in reports]
                 median = statistics.median(seconds)
                 first_token = statistics.median(report["ttft"]["p50"] for report in reports)
                 between = statistics.median(report["between_tokens"]["p50"] for report in reports)
+                cpu = statistics.median(report["cpu_seconds"] for report in reports)
                 print(
                     f"| {dtype} | {many} | {name} | {median:.2f} s | {min(seconds):.2f} to {max(seconds):.2f} s | "
-                    f"{median / engine:.3f} | {many * ANSWER / median:.0f} | {first_token:.0f} ms | {between:.1f} ms |",
+                    f"{median / engine:.3f} | {cpu:.2f} s | {many * ANSWER / median:.0f} | {first_token:.0f} ms | {between:.1f} ms |",
                     flush=True,
                 )
             for server in servers:
@@ -168,8 +182,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--logs", type=pathlib.Path, help="the folder for the servers' logs; by default a temporary one")
     args = parser.parse_args()
-    print("| weights | at once | program | median | from – to | by the engine's | answer tokens a second | first token p50 | between p50 |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| weights | at once | program | median | from – to | by the engine's | processor time | answer tokens a second | first token p50 | between p50 |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as scratch:
         for dtype in args.dtypes:
             measure(args, dtype, args.requests, args.logs or pathlib.Path(scratch))
