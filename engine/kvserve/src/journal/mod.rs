@@ -144,10 +144,11 @@ impl Journal {
     /// Returns [`Error::Documents`] if the file cannot be read.
     pub(crate) fn for_each(&mut self, mut work: impl FnMut(Registration<'static>)) -> Result<()> {
         for span in self.entries.in_order() {
-            let line = read_at(&mut self.file, span);
-            let line = line.map_err(|source| Error::Documents { path: self.path.clone(), source })?;
-            if let Ok(Change::Registered(document)) = Change::read(&line) {
-                work(document);
+            let changed = |reason| io::Error::new(io::ErrorKind::InvalidData, reason);
+            let change = read_at(&mut self.file, span).and_then(|line| Change::read(&line).map_err(changed));
+            match change.map_err(|source| Error::Documents { path: self.path.clone(), source })? {
+                Change::Registered(document) => work(document),
+                Change::Removed { .. } => {}
             }
         }
         Ok(())

@@ -24,6 +24,9 @@ const GIVEN_BACK: Duration = Duration::from_secs(10);
 /// The memory that an idle connection may take at both of its ends, in bytes.
 const IDLE_CONNECTION: u64 = 16 << 10;
 
+/// The least number of checkpoints before memory is judged by its growth.
+const WARM_UP: usize = 12;
+
 /// The bytes that may be allocated after the last connection has closed, beyond those before the first request: what the
 /// server remembers of texts, forms of answers and cached blocks.
 const REMEMBERED: u64 = 16 << 20;
@@ -127,10 +130,10 @@ impl Checkpoints {
         }
     }
 
-    /// Judges the memory by a bound on its growth in bytes, after a warm-up of a third of the run: caches fill, and memory
-    /// that was given back lies between connections that are open.
+    /// Judges the memory by a bound on its growth in bytes, after a warm-up of a third of the run, or of two minutes in a
+    /// shorter one: connections are opened, caches fill, and the buffers of most clients reach their largest size.
     pub(crate) fn judge(&self, most: u64, tally: &Tally) {
-        let warm_up = (self.resident.len() / 3).max(1);
+        let warm_up = (self.resident.len() / 3).max(WARM_UP);
         let (Some(warm), Some(last)) = (self.resident.get(warm_up), self.resident.last()) else { return };
         let opened = self.idle.last().copied().unwrap_or(0).saturating_sub(self.idle[warm_up]) as u64;
         if last.saturating_sub(*warm) > most + opened * IDLE_CONNECTION {
