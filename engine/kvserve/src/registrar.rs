@@ -130,7 +130,10 @@ mod tests {
             release.send(()).unwrap();
             let panicked: Result<(), Refusal> = handle.change((), |_| panic!("on purpose")).await;
             assert_eq!(panicked, Err(Refusal::failed()));
-            let after = handle.change((), move |_| Ok(done.send(2).unwrap()));
+            let after = handle.change((), move |_| {
+                done.send(2).unwrap();
+                Ok(())
+            });
             after.await.unwrap();
         });
         assert_eq!(order.iter().collect::<Vec<i32>>(), [1, 2]);
