@@ -7,6 +7,7 @@
 //! - [`asking`], [`decoys`], [`way`]: the engine and the questions of `eval` and `tune`; files with decoys; how
 //!   documents are reused
 //! - [`backend`], [`load`], [`embedded`]: devices and models
+//! - [`arenas`]: the allocator
 //! - [`report`], [`progress`], [`plot`], [`memory`], [`notes`]: the output
 //! - [`text_file`]: files that options name
 //! - [`error`]: failures, with advice
@@ -14,6 +15,7 @@
 #[macro_use]
 mod notes;
 
+mod arenas;
 mod args;
 mod asking;
 mod backend;
@@ -46,6 +48,7 @@ use std::process::ExitCode;
 use args::{Cli, Command};
 
 fn main() -> ExitCode {
+    arenas::limit();
     let cli = Cli::of_the_program();
     let result = match cli.command {
         Command::Demo(args) => demo::demo(&args),

@@ -57,7 +57,8 @@ pub(crate) fn serve(args: &ServerArgs) -> Result<()> {
     args.disk.open(&mut engine)?;
     let served = ServedModel { engine, codec, names: names(args), reuse };
     let address = SocketAddr::new(args.host, args.port);
-    let server = Server::start(served, ServerConfig { address, keys, limits: args.limits.limits() })?;
+    let (documents, limits) = (args.documents.clone(), args.limits.limits());
+    let server = Server::start(served, ServerConfig { address, keys, documents, limits })?;
     note!("listening on http://{}/v1", server.address());
     Ok(server.run_until_signal()?)
 }

@@ -1,6 +1,7 @@
 //! The settings of a server.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -39,6 +40,8 @@ pub struct ServerConfig {
     pub address: SocketAddr,
     /// The keys of the clients. `None` lets everybody in, as the default tenant.
     pub keys: Option<ApiKeys>,
+    /// The file in which registered documents outlive the server. `None` keeps them in memory alone.
+    pub documents: Option<PathBuf>,
     /// The limits on requests.
     pub limits: Limits,
 }
@@ -49,6 +52,7 @@ impl Default for ServerConfig {
         Self {
             address: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8000),
             keys: None,
+            documents: None,
             limits: Limits::default(),
         }
     }

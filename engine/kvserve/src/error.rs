@@ -36,6 +36,53 @@ pub enum Error {
         /// A description of the problem.
         reason: String,
     },
+    /// The file with the registered documents cannot be read, created or locked.
+    #[error("cannot keep registered documents in {path}: {source}")]
+    Documents {
+        /// The path of the file.
+        path: PathBuf,
+        /// The error from the system.
+        source: std::io::Error,
+    },
+    /// Another server uses the file with the registered documents.
+    #[error(
+        "{path} is in use by another server; give each server its own file of registered documents, or stop the other one"
+    )]
+    DocumentsInUse {
+        /// The path of the file.
+        path: PathBuf,
+    },
+    /// The file has something other than registered documents.
+    #[error(
+        "{path} is not a file of registered documents; name another path, where the server can create one"
+    )]
+    NoDocuments {
+        /// The path of the file.
+        path: PathBuf,
+    },
+    /// Another version of the server has written the file with the registered documents.
+    #[error(
+        "{path} has registered documents of version {version}, which this program cannot read; use the program that wrote \
+         it, or name another file and register the documents again"
+    )]
+    DocumentsVersion {
+        /// The path of the file.
+        path: PathBuf,
+        /// The version of the file.
+        version: u64,
+    },
+    /// A line of the file with the registered documents is damaged.
+    #[error(
+        "{path}, line {line}: {reason}; copy the file, check the disk, remove the line, and register its document again"
+    )]
+    DocumentsLine {
+        /// The path of the file.
+        path: PathBuf,
+        /// The number of the line, counted from 1.
+        line: usize,
+        /// A description of the problem.
+        reason: String,
+    },
     /// The engine refuses a setting of the server.
     #[error(transparent)]
     Engine(#[from] kvengine::Error),

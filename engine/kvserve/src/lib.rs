@@ -34,6 +34,8 @@
 //! - `service`, `engine_thread`, `library`, `metrics`, `tenants`: what handlers share
 //! - `seats`, `body_memory`, `text_work`, `leisure`, `pins`: places, memory and threads of requests, what waits for an idle engine, and what
 //!   stays in memory
+//! - `registrar`, `journal`, `restored`: the thread that changes registered documents, the file in which they outlive the
+//!   server, and what it registers again
 //! - `page`: the page for people, with the last requests
 //! - `body`, `routes`, `server`, `origin`, `patient`, `descriptors`: HTTP
 //! - `config`, `error`: the settings of a server, and its errors
@@ -49,6 +51,7 @@ mod descriptors;
 mod dialect;
 mod engine_thread;
 mod error;
+mod journal;
 mod leisure;
 mod library;
 mod metrics;
@@ -58,8 +61,10 @@ mod patient;
 mod pins;
 mod prompt;
 mod refusal;
+mod registrar;
 mod reply;
 mod report;
+mod restored;
 mod routes;
 mod seats;
 mod server;

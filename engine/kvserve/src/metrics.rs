@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use kvchunk::Tenant;
 use kvchunk::metrics::{Exposition, LatencyHistogram, MetricKind};
 use kvengine::{Engine, Generation, Step};
 use kvmanager::PoolMetrics;
@@ -194,8 +195,9 @@ pub(crate) struct CacheText {
 }
 
 impl CacheText {
-    /// Reads the caches of an engine.
-    pub(crate) fn of(engine: &Engine) -> Self {
+    /// Reads the caches of an engine, and the part of each tenant if there are several. Tenants come from the file of keys,
+    /// so that clients cannot add labels.
+    pub(crate) fn of(engine: &Engine, by_tenant: bool) -> Self {
         let mut texts = Vec::new();
         let mut all = Self::default();
         let pool = engine.cache().as_paged().map(|paged| PoolMetrics::of(paged.pool()));
@@ -212,6 +214,12 @@ impl CacheText {
         }
         if let Some(chunks) = engine.report().chunk_cache {
             texts.push(kvchunk::ChunkCacheMetrics::prometheus(&[("chunks", &chunks)]));
+        }
+        if let Some(chunks) = engine.chunks().filter(|_| by_tenant) {
+            let all = chunks.metrics_by_tenant();
+            let of_keys = all.iter().filter(|(tag, _)| tag != Tenant::DEFAULT_TAG);
+            let of_keys: Vec<_> = of_keys.map(|(tag, metrics)| (tag.as_str(), metrics)).collect();
+            texts.push(kvchunk::ChunkCacheMetrics::prometheus_by_tenant(&of_keys));
         }
         if let Some(disk) = engine.disk_metrics() {
             texts.push(kvchunk::TierMetrics::prometheus(&[("disk", &disk)]));

@@ -1,5 +1,7 @@
 //! The reason why a request gets no answer, before a dialect gives it a form.
 
+use std::io::ErrorKind;
+
 use axum::http::HeaderValue;
 use axum::http::header::RETRY_AFTER;
 use axum::response::Response;
@@ -36,6 +38,8 @@ pub(crate) enum Kind {
     Overloaded,
     /// The server sleeps or shuts down.
     Unavailable,
+    /// The disk of the server is full.
+    NoStorage,
     /// The server failed.
     Internal,
 }
@@ -82,6 +86,7 @@ impl Refusal {
             Kind::Overloaded => 429,
             Kind::Internal => 500,
             Kind::Unavailable => 503,
+            Kind::NoStorage => 507,
         }
     }
 
@@ -108,6 +113,22 @@ impl Refusal {
     /// Returns the refusal of a request at which the server panicked.
     pub(crate) fn failed() -> Self {
         Self::new(Kind::Internal, "the server failed to answer this request; see its log")
+    }
+
+    /// Returns the refusal of a change of the registered documents that could not be written to their file.
+    pub(crate) fn not_written(error: &std::io::Error) -> Self {
+        error!(%error, "cannot write a change of the registered documents, so it was refused");
+        match error.kind() {
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
+                let reason = "the disk for registered documents is full, so nothing was changed; ask the operator to free \
+                              some space";
+                Self::new(Kind::NoStorage, reason)
+            }
+            _ => {
+                let reason = "the change could not be written to the disk, so nothing was changed; the log of the server says why";
+                Self::new(Kind::Internal, reason)
+            }
+        }
     }
 
     /// Returns the refusal of a request whose client does not read its answer.

@@ -21,13 +21,16 @@ use crate::config::{Limits, ServedModel, ServerConfig};
 use crate::descriptors;
 use crate::engine_thread::EngineThread;
 use crate::error::{Error, Result};
+use crate::journal::Journal;
 use crate::leisure::Leisure;
 use crate::library::Libraries;
 use crate::patient::Patient;
 use crate::pins::Pins;
+use crate::registrar::Registrar;
+use crate::restored::restore;
 use crate::routes::routes;
 use crate::seats::Seats;
-use crate::service::{BlockSize, Guide, Service, unix_time};
+use crate::service::{BlockSize, Guide, Service, unix_time, unix_time_ms};
 use crate::tenants::ApiKeys;
 use crate::token_texts::TokenTexts;
 
@@ -58,6 +61,7 @@ pub struct Server {
     accepting: Option<JoinHandle<()>>,
     /// `None` once the server has shut down.
     runtime: Option<Runtime>,
+    _registrar: Registrar,
     // Dropped last, because answers end first.
     engine: EngineThread,
 }
@@ -67,15 +71,24 @@ impl Server {
     ///
     /// # Errors
     /// Returns [`Error::Listen`] if the address is in use or not this machine's, [`Error::Limit`] and [`Error::NoName`] for
-    /// settings with which nothing could be answered, [`Error::Start`] if no threads can be started, and
-    /// [`Error::Engine`] if the engine's cache cannot keep tenants apart.
+    /// settings with which nothing could be answered, [`Error::Start`] if no threads can be started,
+    /// [`Error::Engine`] if the engine's cache cannot keep tenants apart, and the errors whose names contain `Documents` if
+    /// registered documents cannot be read from their file or written to it.
     pub fn start(model: ServedModel, config: ServerConfig) -> Result<Self> {
-        let ServerConfig { address, keys, limits } = config;
+        let ServerConfig { address, keys, documents, limits } = config;
         let ServedModel { engine, codec, names, reuse } = model;
         check(&names, &limits)?;
         if let Some(keys) = &keys {
             keys.register(&engine)?;
         }
+        let libraries =
+            Libraries::new(LibraryLimits { documents: limits.documents, bytes: limits.document_bytes });
+        let now = unix_time_ms();
+        let mut journal = documents.map(|path| Journal::open(&path, now)).transpose()?;
+        let restored = match &mut journal {
+            Some(journal) => restore(journal, &libraries, keys.as_ref(), now)?,
+            None => Vec::new(),
+        };
         let of_model = engine.model().config();
         let (context, vocabulary) = (of_model.max_positions, of_model.vocab_size);
         let running = engine.scheduling().running;
@@ -101,6 +114,7 @@ impl Server {
         let address = listener.local_addr().map_err(listen)?;
         let block = BlockSize::of(&engine);
         let pins = Pins::new(engine.report().chunks.map_or(0, |pool| pool.total), tenants);
+        let registrar = Registrar::start(journal, runtime.handle().clone())?;
         let engine = EngineThread::start(engine)?;
         let (stopping, closing) = (watch::channel(false).0, watch::channel(false).0);
         let service = Arc::new(Service {
@@ -112,10 +126,8 @@ impl Server {
             limits: limits.clone(),
             metrics: Arc::default(),
             recent: Arc::default(),
-            libraries: Libraries::new(LibraryLimits {
-                documents: limits.documents,
-                bytes: limits.document_bytes,
-            }),
+            libraries,
+            registrar: registrar.handle(),
             block,
             context,
             running,
@@ -131,6 +143,7 @@ impl Server {
             started: unix_time(),
         });
         service.log_way();
+        runtime.spawn(Arc::clone(&service).resume(restored));
         let stop = stopping.subscribe();
         let accepting = runtime.spawn(accept(listener, routes(service), limits.clone(), stop));
         Ok(Self {
@@ -140,6 +153,7 @@ impl Server {
             closing,
             accepting: Some(accepting),
             runtime: Some(runtime),
+            _registrar: registrar,
             engine,
         })
     }

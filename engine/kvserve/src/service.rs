@@ -20,6 +20,7 @@ use crate::page::RecentRequests;
 use crate::pins::Pins;
 use crate::prompt::{self, BuiltPrompt};
 use crate::refusal::{Kind, Refusal};
+use crate::registrar::RegistrarHandle;
 use crate::reply::{Reply, ReplyForm};
 use crate::report::Described;
 use crate::seats::{Seat, Seats};
@@ -41,6 +42,8 @@ pub(crate) struct Service {
     pub(crate) recent: Arc<RecentRequests>,
     /// The registered documents.
     pub(crate) libraries: Libraries,
+    /// The thread that changes them.
+    pub(crate) registrar: RegistrarHandle,
     pub(crate) block: BlockSize,
     /// The maximum number of positions of a request.
     pub(crate) context: usize,

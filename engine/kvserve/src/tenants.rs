@@ -76,6 +76,11 @@ impl ApiKeys {
         self.tenants.values().collect::<BTreeSet<_>>().len()
     }
 
+    /// Returns true if a key has this tenant.
+    pub(crate) fn has(&self, tenant: &str) -> bool {
+        self.tenants.values().any(|known| &**known == tenant)
+    }
+
     /// Adds the tenants to the chunk cache.
     pub(crate) fn register(&self, engine: &Engine) -> Result<()> {
         let Some(chunks) = engine.chunks() else {

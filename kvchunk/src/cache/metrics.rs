@@ -155,6 +155,23 @@ impl ChunkCacheMetrics {
     }
 }
 
+impl ChunkCacheMetrics {
+    /// Formats the metrics of the tenants of one cache for Prometheus, with their tags as values of the label `tenant`.
+    /// The names differ from those of [`prometheus`](Self::prometheus), so that sums over a cache count nothing twice.
+    ///
+    /// ```
+    /// use kvchunk::ChunkCacheMetrics;
+    /// let metrics = ChunkCacheMetrics { hit_count: 3, ..ChunkCacheMetrics::default() };
+    /// let text = ChunkCacheMetrics::prometheus_by_tenant(&[("alice", &metrics)]);
+    /// assert!(text.contains("kvchunk_tenant_hits_total{tenant=\"alice\"} 3.0\n"));
+    /// ```
+    pub fn prometheus_by_tenant(tenants: &[(&str, &Self)]) -> String {
+        let mut text = Exposition::default();
+        text.numbers(&OF_TENANT, "tenant", tenants);
+        text.to_string()
+    }
+}
+
 /// The JSON form: the counts, and the values derived from them.
 #[derive(Serialize)]
 struct MetricsTable<'a> {
@@ -230,6 +247,38 @@ const NUMBERS: [NumberColumn<ChunkCacheMetrics>; 19] = [
     }),
     ("kvchunk_size_blocks", MetricKind::Gauge, "Blocks in the chunk pool", |m| m.total_blocks as f64),
     ("kvchunk_used_blocks", MetricKind::Gauge, "Blocks in the chunk pool that chunks use", |m| {
+        m.used_blocks as f64
+    }),
+];
+
+const OF_TENANT: [NumberColumn<ChunkCacheMetrics>; 9] = [
+    ("kvchunk_tenant_hits", MetricKind::Counter, "A tenant's pieces found in the cache", |m| {
+        m.hit_count as f64
+    }),
+    ("kvchunk_tenant_misses", MetricKind::Counter, "A tenant's pieces not found in the cache", |m| {
+        m.miss_count as f64
+    }),
+    ("kvchunk_tenant_insertions", MetricKind::Counter, "A tenant's pieces stored", |m| m.insertions as f64),
+    ("kvchunk_tenant_evictions", MetricKind::Counter, "A tenant's pieces evicted", |m| m.evictions as f64),
+    (
+        "kvchunk_tenant_reused_tokens",
+        MetricKind::Counter,
+        "Tokens in a tenant's pieces that were found",
+        |m| m.tokens_reused as f64,
+    ),
+    (
+        "kvchunk_tenant_computed_tokens",
+        MetricKind::Counter,
+        "Tokens in a tenant's pieces that were computed",
+        |m| m.tokens_computed as f64,
+    ),
+    ("kvchunk_tenant_chunks", MetricKind::Gauge, "A tenant's pieces in the cache", |m| {
+        m.cached_chunks as f64
+    }),
+    ("kvchunk_tenant_size_blocks", MetricKind::Gauge, "Blocks that a tenant may use", |m| {
+        m.total_blocks as f64
+    }),
+    ("kvchunk_tenant_used_blocks", MetricKind::Gauge, "Blocks that a tenant's pieces use", |m| {
         m.used_blocks as f64
     }),
 ];

@@ -410,6 +410,26 @@ impl ChunkCacheManager {
         }
     }
 
+    /// Returns the metrics of all tenants with their tags, without latencies and without the gauges of sleeping pieces. The
+    /// default tenant comes first.
+    pub fn metrics_by_tenant(&self) -> Vec<(String, ChunkCacheMetrics)> {
+        let state = self.0.lock();
+        let mut chunks = vec![0; state.accounts.len()];
+        for entry in state.index.iter() {
+            chunks[entry.tenant.0 as usize] += 1;
+        }
+        let one = |(account, cached_chunks): (&Account, usize)| {
+            let metrics = ChunkCacheMetrics {
+                cached_chunks,
+                total_blocks: account.quota,
+                used_blocks: account.used,
+                ..account.counted.clone()
+            };
+            (account.tenant.tag.clone(), metrics)
+        };
+        state.accounts.iter().zip(chunks).map(one).collect()
+    }
+
     /// Checks that the cache is consistent. Returns a description of the first inconsistency as `Err`.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.0.lock().check()?;

@@ -72,6 +72,11 @@ pub(crate) struct ServerArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
 
+    /// File in which registered documents (PUT /v1/documents/ID) outlive the server. It contains their texts, and only its
+    /// owner can read it. One server at a time can use a file. Default: they are forgotten at the end.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) documents: Option<PathBuf>,
+
     #[command(flatten)]
     pub(crate) disk: DiskArgs,
 

@@ -158,6 +158,34 @@ impl DocumentLibrary {
         Self { expired: Some(self.expired.unwrap_or_default()), ..self }
     }
 
+    /// Checks that a document can be registered.
+    ///
+    /// # Errors
+    /// Returns the errors of [`register`](Self::register).
+    pub fn check(&mut self, document: &NewDocument) -> Result<()> {
+        self.expire();
+        let NewDocument { id, title, text, .. } = document;
+        if text.len() < Self::MIN_BYTES {
+            return Err(Error::ShortDocument { id: id.clone(), bytes: text.len(), least: Self::MIN_BYTES });
+        }
+        if text.trim().is_empty() {
+            return Err(kvchunk::Error::EmptyPart { part: format!("document {id}") }.into());
+        }
+        let (others, bytes) = match self.documents.get(id.as_str()) {
+            Some(before) => (self.documents.len() - 1, self.bytes - before.document.size()),
+            None => (self.documents.len(), self.bytes),
+        };
+        let full = |what, asked, limit| Err(Error::LibraryFull { what, asked, limit });
+        if others >= self.limits.documents {
+            return full("documents", others + 1, self.limits.documents);
+        }
+        let size = bytes_of(id, title.as_deref(), text);
+        if bytes + size > self.limits.bytes {
+            return full("bytes", bytes + size, self.limits.bytes);
+        }
+        Ok(())
+    }
+
     /// Registers a document. Returns the document that had the ID before. If its text was the same, its costs are
     /// kept, and so is its place among documents with the same text.
     ///
@@ -166,27 +194,10 @@ impl DocumentLibrary {
     /// [`kvchunk::Error::EmptyPart`] if it contains only white space, and [`Error::LibraryFull`] if the document
     /// exceeds a limit. The library is unchanged in these cases.
     pub fn register(&mut self, document: NewDocument) -> Result<Option<RegisteredDocument>> {
-        self.expire();
+        self.check(&document)?;
         let NewDocument { id, title, text, ttl } = document;
-        if text.len() < Self::MIN_BYTES {
-            return Err(Error::ShortDocument { id, bytes: text.len(), least: Self::MIN_BYTES });
-        }
-        if text.trim().is_empty() {
-            return Err(kvchunk::Error::EmptyPart { part: format!("document {id}") }.into());
-        }
-        let before = self.documents.get(id.as_str());
-        let (others, bytes) = match before {
-            Some(before) => (self.documents.len() - 1, self.bytes - before.document.size()),
-            None => (self.documents.len(), self.bytes),
-        };
-        let full = |what, asked, limit| Err(Error::LibraryFull { what, asked, limit });
-        if others >= self.limits.documents {
-            return full("documents", others + 1, self.limits.documents);
-        }
         let size = bytes_of(&id, title.as_deref(), &text);
-        if bytes + size > self.limits.bytes {
-            return full("bytes", bytes + size, self.limits.bytes);
-        }
+        let before = self.documents.get(id.as_str());
         let same = before.filter(|before| *before.document.text == text);
         let (registration, costs) = match same {
             Some(same) => (same.registration, same.document.costs),

@@ -36,7 +36,8 @@ pub(crate) async fn version() -> Response {
 pub(crate) async fn metrics(State(service): State<Arc<Service>>, request: Request) -> Response {
     let text = async {
         service.check_operator(&request.into_parts().0)?;
-        let caches = service.engine.call(|engine| CacheText::of(engine)).await?;
+        let by_tenant = service.keys.is_some();
+        let caches = service.engine.call(move |engine| CacheText::of(engine, by_tenant)).await?;
         let model = service.names.first().map(String::as_str).unwrap_or_default();
         let requests = service.seats.taken();
         let text = service.metrics.exposition(model, service.engine.last_step(), requests, &caches);

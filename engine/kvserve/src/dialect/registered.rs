@@ -1,5 +1,6 @@
 //! `/v1/documents`: registered documents, which are found verbatim in later prompts of the same tenant.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,18 +10,20 @@ use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use kvengine::{DocumentCosts, NewDocument, RegisteredDocument, Sampling};
-use kvmodel::{Message, Role, TextCodec};
+use kvmodel::{Message, Role};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tracing::{debug, info};
 
 use super::openai::respond;
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
+use crate::journal::{Change, Journal, Registration};
 use crate::leisure::LeisureJob;
 use crate::refusal::{Kind, Refusal};
-use crate::service::Service;
+use crate::service::{Service, unix_time_ms};
 use crate::shape::AnswerShape;
 use crate::tenants;
+use crate::text_work;
 
 /// The most bytes of an ID.
 const MAX_ID: usize = 256;
@@ -79,34 +82,83 @@ async fn registered(service: &Arc<Service>, id: PathId, request: Request) -> Res
         return Err(Refusal::field("ttl_seconds", "ttl_seconds must be at least 1"));
     }
     // Without reuse, nothing that is computed now would be found at another position.
-    let system = system.filter(|_| service.reuse.is_some());
-    if let Some(system) = &system {
+    if let Some(system) = system.as_ref().filter(|_| service.reuse.is_some()) {
         service.leisure.check(system)?;
     }
-    let library = service.libraries.of(owner.tenant.as_ref());
-    let (handle, tenant) = (Arc::clone(service), owner.tenant.clone());
-    let work = move |codec: &TextCodec| {
-        let tokens = codec.encode(&text, false)?.len();
-        let mut library = library.lock();
-        let new = NewDocument { id: id.clone(), title, text, ttl };
-        let status = match library.register(new)? {
-            Some(_) => StatusCode::OK,
-            None => StatusCode::CREATED,
-        };
-        let known = library.get(&id).and_then(|one| one.costs);
-        let computed_in = known.map_or(Duration::ZERO, |costs| costs.computed_in);
-        let costs = DocumentCosts { tokens, kv_bytes: handle.kv_bytes(tokens), computed_in };
-        library.set_costs(&id, costs);
-        let document = library.get(&id).ok_or_else(|| unknown(&id))?;
-        // It is pinned again when it has been computed with its new text and system prompt.
-        handle.pins.remove(tenant.as_ref(), &id);
-        let answer = (status, shown(document, handle.libraries.now(), false));
-        // Here, so that a client that goes away does not stop it.
-        handle.pin_at_leisure(system.map(|system| LeisureJob { tenant, id, system }));
-        Ok(answer)
-    };
-    let (status, document) = service.with_codec(owner.tenant.as_ref(), work).await?;
+    let (seat, codec) = (service.seats.take(owner.tenant.as_ref())?, service.codec.clone());
+    let counted = text_work::run(seat, move || Ok((codec.encode(&text, false)?.len(), text)));
+    let ((tokens, text), seat) = counted.await?;
+    let new = New { tenant: owner.tenant, document: NewDocument { id, title, text, ttl }, system, tokens };
+    let handle = Arc::clone(service);
+    let change = move |journal: &mut Option<Journal>| register(&handle, journal, new);
+    let (status, document) = service.registrar.change((seat, owner.body), change).await?;
     Ok((status, Json(document)).into_response())
+}
+
+/// A document that is being registered.
+struct New {
+    tenant: Option<Arc<str>>,
+    document: NewDocument,
+    system: Option<String>,
+    /// The number of tokens of the text.
+    tokens: usize,
+}
+
+/// Registers a document, after it has been written to the journal. Returns the status and the document as it is shown.
+fn register(
+    service: &Arc<Service>,
+    journal: &mut Option<Journal>,
+    new: New,
+) -> Result<(StatusCode, Value), Refusal> {
+    let New { tenant, document: new, system, tokens } = new;
+    let library = service.libraries.of(tenant.as_ref());
+    library.lock().check(&new)?;
+    if let Some(journal) = journal {
+        write(service, journal, (&tenant, &new, system.as_deref()))?;
+    }
+    let mut library = library.lock();
+    let id = new.id.clone();
+    let status = match library.register(new)? {
+        Some(_) => StatusCode::OK,
+        None => StatusCode::CREATED,
+    };
+    let known = library.get(&id).and_then(|one| one.costs);
+    let computed_in = known.map_or(Duration::ZERO, |costs| costs.computed_in);
+    library.set_costs(&id, DocumentCosts { tokens, kv_bytes: service.kv_bytes(tokens), computed_in });
+    let document = library.get(&id).ok_or_else(|| unknown(&id))?;
+    // It is pinned again when it has been computed with its new text and system prompt.
+    service.pins.remove(tenant.as_ref(), &id);
+    let document = shown(document, service.libraries.now(), false);
+    let system = system.filter(|_| service.reuse.is_some());
+    service.pin_at_leisure(system.map(|system| LeisureJob { tenant, id, system }));
+    Ok((status, document))
+}
+
+/// Writes a document to the journal.
+fn write(
+    service: &Service,
+    journal: &mut Journal,
+    (tenant, new, system): (&Option<Arc<str>>, &NewDocument, Option<&str>),
+) -> Result<(), Refusal> {
+    let most = service.limits.document_bytes;
+    let others = journal.system_bytes_beside(&(tenant.clone(), new.id.clone()));
+    if system.is_some_and(|system| others + system.len() > most) {
+        let reason = format!(
+            "the system prompts of the registered documents would have more than {most} bytes, the limit of this server; \
+             register without a system prompt, or remove documents"
+        );
+        return Err(Refusal::new(Kind::Conflict, reason));
+    }
+    let ms = |ttl: Duration| u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX);
+    let change = Change::Registered(Registration {
+        tenant: tenant.as_deref().map(Cow::Borrowed),
+        id: Cow::Borrowed(&new.id),
+        title: new.title.as_deref().map(Cow::Borrowed),
+        text: Cow::Borrowed(&new.text),
+        system: system.map(Cow::Borrowed),
+        expires: new.ttl.map(|ttl| unix_time_ms().saturating_add(ms(ttl))),
+    });
+    journal.append(&change).map_err(|error| Refusal::not_written(&error))
 }
 
 async fn listed(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
@@ -138,8 +190,18 @@ async fn found(service: &Arc<Service>, id: PathId, request: Request) -> Result<R
 async fn removed(service: &Arc<Service>, id: PathId, request: Request) -> Result<Response, Refusal> {
     let tenant = tenants::tenant(service.keys.as_ref(), request.headers())?;
     let (id, handle, owner) = (read_id(id)?, Arc::clone(service), tenant.clone());
-    let removed = service.with_library(tenant.as_ref(), move |library| {
-        library.remove(&id).map(drop).ok_or_else(|| unknown(&id))?;
+    let seat = service.seats.take(tenant.as_ref())?;
+    let removed = service.registrar.change(seat, move |journal| {
+        let library = handle.libraries.of(owner.as_ref());
+        if library.lock().get(&id).is_none() {
+            return Err(unknown(&id));
+        }
+        if let Some(journal) = journal {
+            let removed =
+                Change::Removed { tenant: owner.as_deref().map(Cow::Borrowed), id: Cow::Borrowed(&id) };
+            journal.append(&removed).map_err(|error| Refusal::not_written(&error))?;
+        }
+        library.lock().remove(&id);
         handle.pins.remove(owner.as_ref(), &id);
         Ok(json!({"id": id, "object": "document", "deleted": true}))
     });
@@ -222,15 +284,17 @@ async fn compute(service: Arc<Service>, job: LeisureJob) {
 /// Returns a document as the API shows it.
 fn shown(document: &RegisteredDocument, now: u64, is_pinned: bool) -> Value {
     let expires = document.expires.map(|at| at.saturating_sub(now) as f64 / 1e3);
-    let costs = document.costs.unwrap_or_default();
+    // After a restart, tokens are not counted at once.
+    let costs = document.costs;
+    let computed_in = costs.map_or(Duration::ZERO, |costs| costs.computed_in);
     json!({
         "id": &*document.id,
         "object": "document",
         "title": document.title,
         "bytes": document.text.len(),
-        "tokens": costs.tokens,
-        "kv_bytes": costs.kv_bytes,
-        "computed_ms": (!costs.computed_in.is_zero()).then_some(1e3 * costs.computed_in.as_secs_f64()),
+        "tokens": costs.map(|costs| costs.tokens),
+        "kv_bytes": costs.map(|costs| costs.kv_bytes),
+        "computed_ms": (!computed_in.is_zero()).then_some(1e3 * computed_in.as_secs_f64()),
         "pinned": is_pinned,
         "expires_in_seconds": expires,
     })

@@ -14,6 +14,7 @@ mod common;
 mod documents;
 mod endpoints;
 mod hostile;
+mod kept_documents;
 mod many_documents;
 mod origins;
 mod page;

@@ -5,7 +5,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::client::{Answer, call};
-use crate::common::{assert_nothing_is_held, free_port, question, reuse, with};
+use crate::common::{DOCUMENTS, QUESTION, SYSTEM, assert_nothing_is_held, free_port, question, reuse, with};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -99,6 +99,95 @@ fn counts_and_reasons_of_a_tenant_tell_nothing_about_another() {
         all
     };
     assert_eq!(told(true), told(false));
+}
+
+/// The work of a tenant's lookups: its counters, and the uses and holders of each of its pieces.
+fn work(server: &kvserve::Server, tenant: &'static str) -> (Value, Vec<(String, u64, usize)>) {
+    let work = server.with_engine(move |engine| {
+        let chunks = engine.chunks().unwrap();
+        let (id, _) = chunks.tenant(tenant).unwrap();
+        let mut pieces: Vec<_> = chunks
+            .chunks()
+            .into_iter()
+            .filter(|piece| piece.tenant == tenant)
+            .map(|piece| (format!("{:?}", piece.chunk_hash), piece.access_count, piece.ref_count as usize))
+            .collect();
+        pieces.sort();
+        (serde_json::to_value(chunks.tenant_metrics(id)).unwrap(), pieces)
+    });
+    work.unwrap()
+}
+
+#[test]
+fn a_tenants_lookups_do_the_same_work_whatever_others_have() {
+    let register = |server: &kvserve::Server, key: &str| {
+        for (id, text) in DOCUMENTS {
+            let body = json!({"text": text}).to_string();
+            let path = format!("/v1/documents/{id}");
+            assert_eq!(
+                call(server.address(), "PUT", &path, &[("x-api-key", key)], body.as_bytes()).status,
+                201
+            );
+        }
+    };
+    // Bob's prompts: with documents that he names, with the same texts pasted, and under alice's IDs.
+    let pasted: String = DOCUMENTS.iter().map(|(_, text)| *text).collect();
+    let pasted = json!([{"role": "system", "content": SYSTEM}, {"role": "user", "content": format!("{pasted}{}", QUESTION.0)}]);
+    let asks = [json!({}), json!({"documents": null, "messages": pasted}), json!({"cache_salt": "alice"})];
+    let (beside, alone) = (server(), server());
+    register(&beside, "key-a");
+    for more in &asks {
+        assert_eq!(ask(&beside, "key-a", more.clone()).status, 200);
+    }
+    let before = work(&beside, "alice");
+    assert!(before.0["lookup_count"].as_u64().unwrap() > 0 && !before.1.is_empty(), "{before:?}");
+    for round in 0..2 {
+        for more in &asks {
+            let [first, second] = [&beside, &alone].map(|server| ask(server, "key-b", more.clone()).json());
+            assert_eq!(first["kv"]["parts"], second["kv"]["parts"], "{round} {more}");
+            assert_eq!(first["kv"]["reused"], second["kv"]["reused"], "{round} {more}");
+        }
+        assert_eq!(
+            work(&beside, "alice"),
+            before,
+            "none of her pieces was touched, and no counter has moved"
+        );
+        assert_eq!(
+            work(&beside, "bob"),
+            work(&alone, "bob"),
+            "his lookups are those of a server without her"
+        );
+    }
+}
+
+#[test]
+fn metrics_name_the_tenants_of_the_keys_and_nobody_else() {
+    let server = server();
+    for (key, more) in [("key-a", json!({})), ("key-a2", json!({"cache_salt": "x", "user": "mallory"}))] {
+        assert_eq!(ask(&server, key, more).status, 200);
+    }
+    let metrics = call(server.address(), "GET", "/metrics", &[("x-api-key", "key-op")], b"").body;
+    let value = |name: &str, tenant: &str| -> f64 {
+        let line = format!("kvchunk_tenant_{name}{{tenant=\"{tenant}\"}} ");
+        let found = metrics.lines().find_map(|known| known.strip_prefix(&line));
+        found.unwrap_or_else(|| panic!("{line} in {metrics}")).parse().unwrap()
+    };
+    let documents = DOCUMENTS.len() as f64;
+    assert_eq!((value("misses_total", "alice"), value("misses_total", "bob")), (2.0 * documents, 0.0));
+    assert_eq!((value("chunks", "alice"), value("chunks", "bob")), (2.0 * documents, 0.0));
+    assert!(value("used_blocks", "alice") > 0.0 && value("computed_tokens_total", "alice") > 0.0);
+    let tags: std::collections::BTreeSet<&str> =
+        metrics.split("tenant=\"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
+    assert_eq!(tags.into_iter().collect::<Vec<_>>(), ["alice", "bob", "operator"]);
+    // Sums over the cache stay those of the cache.
+    assert!(
+        metrics.contains(&format!("kvchunk_misses_total{{cache=\"chunks\"}} {:.1}\n", 2.0 * documents)),
+        "{metrics}"
+    );
+    // Without keys, there are no tenants to name.
+    let open = with(Some(reuse()), free_port());
+    let metrics = call(open.address(), "GET", "/metrics", &[], b"").body;
+    assert!(metrics.contains("kvchunk_misses_total") && !metrics.contains("kvchunk_tenant_"), "{metrics}");
 }
 
 #[test]

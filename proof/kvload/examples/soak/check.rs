@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
+use crate::counted::allocated;
 use crate::requests::{Dialect, add_documents, asked};
 use crate::served::KEYS;
 use crate::state::State;
@@ -23,8 +24,15 @@ const GIVEN_BACK: Duration = Duration::from_secs(10);
 /// The memory that an idle connection may take at both of its ends, in bytes.
 const IDLE_CONNECTION: u64 = 16 << 10;
 
+/// The least number of checkpoints before memory is judged by its growth.
+const WARM_UP: usize = 12;
+
+/// The bytes that may be allocated after the last connection has closed, beyond those before the first request: what the
+/// server remembers of texts, forms of answers and cached blocks.
+const REMEMBERED: u64 = 16 << 20;
+
 /// The threads that must live, with their number. Names in the system have up to 15 bytes.
-const THREADS: [(&str, usize); 2] = [("kv-engine", 1), ("kv-serve", 2)];
+const THREADS: [(&str, usize); 3] = [("kv-documents", 1), ("kv-engine", 1), ("kv-serve", 2)];
 
 /// The first answers to the fixed requests.
 #[derive(Debug, Default)]
@@ -55,6 +63,8 @@ impl FixedAnswers {
 pub(crate) struct Checkpoints {
     /// The resident memory at each checkpoint, in bytes.
     resident: Vec<u64>,
+    /// The bytes that were allocated at each checkpoint.
+    allocated: Vec<u64>,
     /// The number of idle connections that were open then.
     idle: Vec<usize>,
     /// The most threads.
@@ -97,14 +107,33 @@ impl Checkpoints {
         }
         self.threads = self.threads.max(threads.values().sum());
         self.resident.push(resident()?);
+        self.allocated.push(allocated());
         self.idle.push(idle);
         Ok(())
     }
 
-    /// Judges the memory by a bound on its growth in bytes, after a warm-up of a third of the run: caches fill, and memory
-    /// that was given back lies between connections that are open.
+    /// Checks that what connections and requests have allocated is given back, now that all of them have ended.
+    pub(crate) fn end(&mut self, runtime: &Runtime, tally: &Tally) {
+        let most = self.allocated.first().copied().unwrap_or(0) + REMEMBERED;
+        let until = Instant::now() + GIVEN_BACK;
+        while allocated() > most && Instant::now() < until {
+            runtime.block_on(async { tokio::time::sleep(Duration::from_millis(10)).await });
+        }
+        let left = allocated();
+        self.allocated.push(left);
+        if left > most {
+            let most = mib(most);
+            tally.violation(format!(
+                "{} are allocated after the last connection, and {most} may be",
+                mib(left)
+            ));
+        }
+    }
+
+    /// Judges the memory by a bound on its growth in bytes, after a warm-up of a third of the run, or of two minutes in a
+    /// shorter one: connections are opened, caches fill, and the buffers of most clients reach their largest size.
     pub(crate) fn judge(&self, most: u64, tally: &Tally) {
-        let warm_up = (self.resident.len() / 3).max(1);
+        let warm_up = (self.resident.len() / 3).max(WARM_UP);
         let (Some(warm), Some(last)) = (self.resident.get(warm_up), self.resident.last()) else { return };
         let opened = self.idle.last().copied().unwrap_or(0).saturating_sub(self.idle[warm_up]) as u64;
         if last.saturating_sub(*warm) > most + opened * IDLE_CONNECTION {
@@ -114,15 +143,19 @@ impl Checkpoints {
 
     pub(crate) fn print(&self, state: &State, growth: u64) {
         let every = self.resident.len().div_ceil(10).max(1);
-        let shown: Vec<String> =
-            self.resident.iter().step_by(every).chain(self.resident.last()).map(|&b| mib(b)).collect();
+        let shown = |all: &[u64]| {
+            let shown: Vec<String> = all.iter().step_by(every).chain(all.last()).map(|&b| mib(b)).collect();
+            shown.join(", ")
+        };
         println!(
             "{:.0} seconds of traffic, {} checkpoints, up to {} threads\n\
-             resident memory from the first checkpoint to the last: {}; it may grow by {growth} MiB after the first third",
+             resident memory from the first checkpoint to the last: {}; it may grow by {growth} MiB after the first third\n\
+             allocated memory from the first checkpoint to the last, and after the last connection: {}",
             state.seconds,
             self.resident.len(),
             self.threads,
-            shown.join(", "),
+            shown(&self.resident),
+            shown(&self.allocated),
         );
     }
 }

@@ -25,6 +25,7 @@ use tokio::runtime::Builder;
 use tokio::task::JoinSet;
 
 mod check;
+mod counted;
 mod idle;
 mod requests;
 mod served;
@@ -57,8 +58,8 @@ struct Soak {
     /// The number of idle connections, or as many as the process may open.
     #[arg(long, default_value_t = 10_000)]
     idle: usize,
-    /// The number of MiB by which the process may grow after the first third of the run.
-    #[arg(long, default_value_t = 96)]
+    /// The number of MiB by which the process may grow after the first third of the run, and after two minutes.
+    #[arg(long, default_value_t = 48)]
     growth: u64,
     /// Let only clients of one kind send requests, to find out which ones a violation needs.
     #[arg(long)]
@@ -77,6 +78,7 @@ enum Kind {
 }
 
 fn main() -> ExitCode {
+    counted::limit_arenas();
     let args = Soak::parse();
     match soak(&args) {
         Ok(true) => ExitCode::SUCCESS,
@@ -133,6 +135,9 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
     let (wanted, open) = idle.reached();
     println!("up to {open} of {wanted} idle connections were open");
     drop(idle);
+    // Idle connections of the clients keep buffers, at both ends.
+    drop(place);
+    checkpoints.end(&runtime, &tally);
     bar.finish_and_clear();
     checkpoints.judge(args.growth << 20, &tally);
     shut_down(server, &tally);

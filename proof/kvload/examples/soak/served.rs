@@ -50,7 +50,8 @@ pub(crate) fn start() -> Result<Server, Box<dyn std::error::Error>> {
     let limits =
         Limits { receive_time: RECEIVE_TIME, requests: 4096, body_bytes: 1 << 20, ..Limits::default() };
     let defaults = ServerConfig::default();
-    let config = ServerConfig { address: (defaults.address.ip(), 0).into(), keys: Some(keys), limits };
+    let address = (defaults.address.ip(), 0).into();
+    let config = ServerConfig { address, keys: Some(keys), limits, ..defaults };
     Ok(Server::start(
         ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: Some(reuse) },
         config,

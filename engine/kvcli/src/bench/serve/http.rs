@@ -75,7 +75,7 @@ fn through_server(args: &ServeArgs, trace: &[Arrival]) -> Result<ClientReport> {
 fn start(engine: Engine, codec: TextCodec, requests: usize) -> Result<Server> {
     let defaults = ServerConfig::default();
     let limits = Limits { requests: requests.max(defaults.limits.requests), ..defaults.limits };
-    let config = ServerConfig { address: (defaults.address.ip(), 0).into(), keys: None, limits };
+    let config = ServerConfig { address: (defaults.address.ip(), 0).into(), limits, ..defaults };
     let names = vec![NAME.to_owned()];
     Ok(Server::start(ServedModel { engine, codec, names, reuse: None }, config)?)
 }

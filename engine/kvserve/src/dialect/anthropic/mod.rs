@@ -36,7 +36,7 @@ fn error(refusal: &Refusal) -> Value {
         Kind::Overloaded => "rate_limit_error",
         Kind::Unavailable => "overloaded_error",
         Kind::TimedOut | Kind::AnswerTime => "timeout_error",
-        Kind::Internal => "api_error",
+        Kind::Internal | Kind::NoStorage => "api_error",
         Kind::Invalid | Kind::TooLong | Kind::Method | Kind::Conflict => "invalid_request_error",
     };
     let message = match &refusal.param {

@@ -31,7 +31,7 @@ pub(crate) fn error(refusal: &Refusal) -> Value {
         Kind::Forbidden => "permission_error",
         Kind::Overloaded => "rate_limit_error",
         Kind::TimedOut | Kind::AnswerTime => "timeout_error",
-        Kind::Unavailable | Kind::Internal => "server_error",
+        Kind::Unavailable | Kind::Internal | Kind::NoStorage => "server_error",
         _ => "invalid_request_error",
     };
     json!({"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}})

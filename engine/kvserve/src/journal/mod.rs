@@ -1,0 +1,341 @@
+//! The file in which registered documents outlive the server.
+//!
+//! ```text
+//! PUT ─► check ─► append a line, fdatasync ─► library ─► answer
+//! start ─► read all lines ─► write the needed ones beside ─► fsync ─► rename ─► fsync the folder
+//! ```
+//!
+//! - **What was answered is in the file.** A change is answered after its line has been synced.
+//! - **What was refused is not.** The rest of a line that could not be written is cut off before the next one.
+//! - **A crash leaves at most one torn line, the last one.** It was never answered, and is dropped at the start.
+//! - **One server uses a file**, by a lock on a second file beside it, because the journal itself is replaced.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, BufRead as _, BufReader, BufWriter, Read as _, Seek as _, SeekFrom, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tracing::warn;
+
+mod entries;
+mod line;
+
+use entries::{Entries, Span};
+use line::FirstLine;
+pub(crate) use line::{Change, Registration};
+
+use crate::error::{Error, Result};
+use crate::leisure::Place;
+
+/// The size in bytes up to which a file is not written again for the lines that are no longer needed.
+const SMALL: u64 = 1 << 20;
+
+/// The most bytes of a first line.
+const FIRST_LINE: u64 = 4096;
+
+/// An open journal.
+///
+/// # Drop behaviour
+/// Closes the file and gives up its lock.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    path: PathBuf,
+    file: File,
+    /// The bytes of the file that are whole lines.
+    length: u64,
+    /// True if the file may have more bytes, which a write or a crash has left.
+    has_rest: bool,
+    /// True if the folder may still name the file before this one after a crash.
+    is_renamed: bool,
+    entries: Entries,
+    /// The size from which the file is written again if half of it is not needed.
+    compact_from: u64,
+    _lock: File,
+}
+
+impl Journal {
+    /// Opens a journal, or creates one. Documents that have expired at `now`, in milliseconds since 1970, are dropped.
+    ///
+    /// # Errors
+    /// Returns [`Error::DocumentsInUse`] if another server uses the file, [`Error::DocumentsVersion`] and
+    /// [`Error::NoDocuments`] for a file of another version or kind, [`Error::DocumentsLine`] for a damaged line other
+    /// than the last one, and [`Error::Documents`] if the file cannot be read or created.
+    pub(crate) fn open(path: &Path, now: u64) -> Result<Self> {
+        let failed = |source| Error::Documents { path: path.to_owned(), source };
+        // A link stays a link when the file is replaced.
+        let path = &path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        // Opening a pipe would wait for its writer.
+        if fs::metadata(path).is_ok_and(|data| !data.is_file()) {
+            return Err(Error::NoDocuments { path: path.clone() });
+        }
+        let lock = lock(path)?;
+        let file =
+            private(OpenOptions::new().read(true).write(true).create(true)).open(path).map_err(failed)?;
+        make_private(&file).map_err(failed)?;
+        let mut journal = Self {
+            path: path.clone(),
+            file,
+            length: 0,
+            has_rest: false,
+            is_renamed: false,
+            entries: Entries::default(),
+            compact_from: SMALL,
+            _lock: lock,
+        };
+        if journal.file.metadata().map_err(failed)?.len() == 0 {
+            journal.compact().map_err(failed)?;
+            return Ok(journal);
+        }
+        journal.read_lines()?;
+        journal.entries.expire(now);
+        if journal.has_rest || journal.needed() < journal.length {
+            journal.try_to_compact();
+        }
+        Ok(journal)
+    }
+
+    /// Reads all lines.
+    fn read_lines(&mut self) -> Result<()> {
+        let path = self.path.clone();
+        let failed = |source| Error::Documents { path: path.clone(), source };
+        let mut reader = BufReader::with_capacity(1 << 16, &self.file);
+        let mut line = Vec::new();
+        (&mut reader).take(FIRST_LINE).read_until(b'\n', &mut line).map_err(failed)?;
+        match FirstLine::read(&line) {
+            FirstLine::Ours => {}
+            FirstLine::Version(version) => return Err(Error::DocumentsVersion { path, version }),
+            FirstLine::Other => return Err(Error::NoDocuments { path }),
+        }
+        self.length = line.len() as u64;
+        for number in 2.. {
+            line.clear();
+            let bytes = reader.read_until(b'\n', &mut line).map_err(failed)? as u64;
+            if bytes == 0 {
+                break;
+            }
+            let is_whole = line.ends_with(b"\n");
+            let change = Change::read(&line).and_then(|change| {
+                is_whole.then_some(change).ok_or_else(|| "it ends in the middle".to_owned())
+            });
+            match change {
+                Ok(change) => {
+                    self.entries.apply(&change, Span { start: self.length, bytes });
+                    self.length += bytes;
+                }
+                Err(reason) if reader.fill_buf().map_err(failed)?.is_empty() => {
+                    warn!(
+                        path = %path.display(),
+                        line = number,
+                        reason,
+                        "dropped the last line of the registered documents, which was being written when the server ended"
+                    );
+                    self.has_rest = true;
+                    break;
+                }
+                Err(reason) => return Err(Error::DocumentsLine { path, line: number, reason }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Calls a function with all documents, in the order in which they were registered.
+    ///
+    /// # Errors
+    /// Returns [`Error::Documents`] if the file cannot be read.
+    pub(crate) fn for_each(&mut self, mut work: impl FnMut(Registration<'static>)) -> Result<()> {
+        for span in self.entries.in_order() {
+            let changed = |reason| io::Error::new(io::ErrorKind::InvalidData, reason);
+            let change = read_at(&mut self.file, span).and_then(|line| Change::read(&line).map_err(changed));
+            match change.map_err(|source| Error::Documents { path: self.path.clone(), source })? {
+                Change::Registered(document) => work(document),
+                Change::Removed { .. } => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a change to the file, and returns when it is on the disk. If it fails, the journal is unchanged.
+    ///
+    /// # Errors
+    /// Returns the error from the system.
+    pub(crate) fn append(&mut self, change: &Change<'_>) -> io::Result<()> {
+        let line = change.written()?;
+        self.mend()?;
+        if let Err(error) = self.write(line.as_bytes()) {
+            self.has_rest = true;
+            // Nothing else waits for this: the next change tries again.
+            if let Err(error) = self.mend() {
+                warn!(%error, "cannot cut off a change of the registered documents that was not written whole");
+            }
+            return Err(error);
+        }
+        let span = Span { start: self.length, bytes: line.len() as u64 };
+        self.length += span.bytes;
+        self.entries.apply(change, span);
+        Ok(())
+    }
+
+    fn write(&mut self, line: &[u8]) -> io::Result<()> {
+        self.file.seek(SeekFrom::Start(self.length))?;
+        self.file.write_all(line)?;
+        self.file.sync_data()
+    }
+
+    /// Removes what a failed write has left, and makes the last replacement of the file last.
+    fn mend(&mut self) -> io::Result<()> {
+        if self.has_rest {
+            self.file.set_len(self.length)?;
+            self.file.sync_data()?;
+            self.has_rest = false;
+        }
+        if self.is_renamed {
+            sync_folder(&self.path)?;
+            self.is_renamed = false;
+        }
+        Ok(())
+    }
+
+    /// Returns the bytes of the system prompts of a tenant's documents other than this one.
+    pub(crate) fn system_bytes_beside(&self, place: &Place) -> usize {
+        self.entries.system_bytes_beside(place)
+    }
+
+    /// Writes the file again without the lines that are no longer needed, if it is large and they are more than half of it.
+    /// If that fails, the journal goes on with its file.
+    pub(crate) fn compact_if_due(&mut self, now: u64) {
+        self.entries.expire(now);
+        if self.length >= self.compact_from && self.length / 2 > self.needed() {
+            self.try_to_compact();
+        }
+    }
+
+    /// Returns the bytes of a file with the needed lines alone.
+    fn needed(&self) -> u64 {
+        FirstLine::written().len() as u64 + self.entries.bytes()
+    }
+
+    fn try_to_compact(&mut self) {
+        match self.compact() {
+            Ok(()) => self.compact_from = SMALL,
+            Err(error) => {
+                warn!(
+                    path = %self.path.display(),
+                    %error,
+                    "cannot write the registered documents again without the lines that are no longer needed; free some space"
+                );
+                self.compact_from = self.length + SMALL;
+            }
+        }
+    }
+
+    /// Replaces the file by one with the needed lines alone.
+    fn compact(&mut self) -> io::Result<()> {
+        let path = beside(&self.path, "new");
+        let written = self.write_needed(&path);
+        let file =
+            written.and_then(|file| fs::rename(&path, &self.path).map(|()| file)).inspect_err(|_| {
+                // What remains of it is written over the next time.
+                let _ = fs::remove_file(&path);
+            })?;
+        self.file = file;
+        self.length = self.needed();
+        self.has_rest = false;
+        self.is_renamed = true;
+        self.entries.move_together(FirstLine::written().len() as u64);
+        self.mend()
+    }
+
+    /// Writes a file with the needed lines, and syncs it.
+    fn write_needed(&mut self, path: &Path) -> io::Result<File> {
+        let file =
+            private(OpenOptions::new().read(true).write(true).create(true).truncate(true)).open(path)?;
+        make_private(&file)?;
+        let mut writer = BufWriter::with_capacity(1 << 16, &file);
+        writer.write_all(FirstLine::written().as_bytes())?;
+        for span in self.entries.in_order() {
+            writer.write_all(&read_at(&mut self.file, span)?)?;
+        }
+        writer.flush()?;
+        drop(writer);
+        file.sync_all()?;
+        Ok(file)
+    }
+}
+
+impl Entries {
+    /// Applies a change, which stands in these bytes of the file.
+    fn apply(&mut self, change: &Change<'_>, span: Span) {
+        match change {
+            Change::Registered(document) => self.register(document, span),
+            Change::Removed { tenant, id } => {
+                self.forget(&(tenant.as_deref().map(Arc::from), id.clone().into_owned()));
+            }
+        }
+    }
+}
+
+fn read_at(file: &mut File, span: Span) -> io::Result<Vec<u8>> {
+    file.seek(SeekFrom::Start(span.start))?;
+    let mut line = vec![0; span.bytes as usize];
+    file.read_exact(&mut line)?;
+    Ok(line)
+}
+
+/// Returns the path of a file beside the journal.
+fn beside(path: &Path, ending: &str) -> PathBuf {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".");
+    name.push(ending);
+    path.with_file_name(name)
+}
+
+/// Locks a journal for this server, by a file beside it.
+fn lock(path: &Path) -> Result<File> {
+    let failed = |source| Error::Documents { path: path.to_owned(), source };
+    let file = private(OpenOptions::new().write(true).create(true)).open(beside(path, "lock"));
+    let file = file.map_err(failed)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(Error::DocumentsInUse { path: path.to_owned() }),
+        Err(TryLockError::Error(source)) => Err(failed(source)),
+    }
+}
+
+/// Creates files that only their owner can read, because they contain texts of clients.
+#[cfg(unix)]
+fn private(options: &mut OpenOptions) -> &mut OpenOptions {
+    use std::os::unix::fs::OpenOptionsExt as _;
+    options.mode(0o600)
+}
+
+#[cfg(not(unix))]
+fn private(options: &mut OpenOptions) -> &mut OpenOptions {
+    options
+}
+
+/// Takes the rights to a file that exists already from everybody but its owner.
+#[cfg(unix)]
+fn make_private(file: &File) -> io::Result<()> {
+    use std::os::unix::fs::PermissionsExt as _;
+    file.set_permissions(fs::Permissions::from_mode(0o600))
+}
+
+#[cfg(not(unix))]
+fn make_private(_: &File) -> io::Result<()> {
+    Ok(())
+}
+
+/// Makes a rename outlive a crash.
+#[cfg(unix)]
+fn sync_folder(path: &Path) -> io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+}
+
+#[cfg(not(unix))]
+fn sync_folder(_: &Path) -> io::Result<()> {
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

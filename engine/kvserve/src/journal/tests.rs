@@ -1,0 +1,247 @@
+//! A journal through crashes, damage and disks that fail.
+
+use super::*;
+
+fn registered(id: &str, text: &str) -> Change<'static> {
+    Change::Registered(Registration {
+        tenant: Some("alice".into()),
+        id: id.to_owned().into(),
+        title: None,
+        text: text.to_owned().into(),
+        system: None,
+        expires: None,
+    })
+}
+
+fn expiring(id: &str, at: u64) -> Change<'static> {
+    let Change::Registered(document) = registered(id, "for a while") else { panic!() };
+    Change::Registered(Registration { expires: Some(at), ..document })
+}
+
+fn removed(id: &str) -> Change<'static> {
+    Change::Removed { tenant: Some("alice".into()), id: id.to_owned().into() }
+}
+
+fn open(path: &Path) -> Journal {
+    Journal::open(path, 0).unwrap()
+}
+
+/// Returns the IDs and texts of all documents, in their order.
+fn documents(journal: &mut Journal) -> Vec<(String, String)> {
+    let mut all = Vec::new();
+    journal.for_each(|one| all.push((one.id.into_owned(), one.text.into_owned()))).unwrap();
+    all
+}
+
+fn ids(journal: &mut Journal) -> Vec<String> {
+    documents(journal).into_iter().map(|(id, _)| id).collect()
+}
+
+fn place() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("documents.jsonl");
+    (folder, path)
+}
+
+#[test]
+fn documents_are_there_again_in_their_order_and_removed_and_expired_ones_are_not() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    for change in [
+        registered("a", "one"),
+        registered("b", "one"),
+        registered("c", "two"),
+        expiring("d", 50),
+        expiring("e", 51),
+        // The same text keeps its place, another one does not.
+        registered("a", "one"),
+        registered("b", "other"),
+        removed("c"),
+        removed("never there"),
+    ] {
+        journal.append(&change).unwrap();
+    }
+    let expected =
+        [("a", "one"), ("e", "for a while"), ("b", "other")].map(|(a, b)| (a.to_owned(), b.to_owned()));
+    drop(journal);
+    for _ in 0..3 {
+        let mut journal = Journal::open(&path, 50).unwrap();
+        assert_eq!(documents(&mut journal), expected);
+        // Only needed lines are left.
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 1 + expected.len());
+    }
+}
+
+#[test]
+fn a_file_of_any_tear_in_its_last_line_has_all_other_lines() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    journal.append(&registered("a", "one")).unwrap();
+    let whole = fs::read(&path).unwrap();
+    journal.append(&registered("b", "two")).unwrap();
+    drop(journal);
+    let more = fs::read(&path).unwrap();
+    let mut torn: Vec<Vec<u8>> = (whole.len()..more.len()).map(|end| more[..end].to_vec()).collect();
+    // A file system may have made room for a line before its bytes.
+    torn.push([&whole[..], &[0; 100]].concat());
+    torn.push([&whole[..], &[0; 100], &b"}}\n"[..]].concat());
+    for bytes in torn {
+        fs::write(&path, &bytes).unwrap();
+        let mut journal = open(&path);
+        assert_eq!(ids(&mut journal), ["a"]);
+        journal.append(&registered("c", "three")).unwrap();
+        drop(journal);
+        assert_eq!(ids(&mut open(&path)), ["a", "c"]);
+    }
+}
+
+#[test]
+fn a_damaged_line_in_the_middle_is_named_with_what_to_do() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    for id in ["a", "b", "c"] {
+        journal.append(&registered(id, "text")).unwrap();
+    }
+    drop(journal);
+    let text = fs::read_to_string(&path).unwrap();
+    for damaged in [text.replacen("\"b\"", "\"x\"", 1), text.replacen("\"id\":\"b\",", "\n", 1)] {
+        fs::write(&path, &damaged).unwrap();
+        let error = Journal::open(&path, 0).unwrap_err();
+        assert!(matches!(error, Error::DocumentsLine { line: 3, .. }), "{error}");
+        let words = error.to_string();
+        assert!(words.contains("documents.jsonl, line 3") && words.contains("remove the line"), "{words}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), damaged, "nothing is lost by the attempt");
+    }
+    // What the message says helps.
+    let without: Vec<&str> = text.lines().filter(|line| !line.contains("\"b\"")).collect();
+    fs::write(&path, without.join("\n") + "\n").unwrap();
+    assert_eq!(ids(&mut open(&path)), ["a", "c"]);
+}
+
+#[test]
+fn files_of_another_version_or_kind_are_left_alone() {
+    let (folder, path) = place();
+    for (text, words) in [
+        ("{\"format\":\"kvc documents\",\"version\":2}\nsomething\n", "version 2"),
+        ("{\"id\": \"a\"}\n", "not a file of registered documents"),
+        ("key tenant", "not a file of registered documents"),
+    ] {
+        fs::write(&path, text).unwrap();
+        let error = Journal::open(&path, 0).unwrap_err().to_string();
+        assert!(error.contains(words) && error.contains("documents.jsonl"), "{error}");
+        assert_eq!(fs::read_to_string(&path).unwrap(), text);
+    }
+    assert!(matches!(Journal::open(folder.path(), 0), Err(Error::NoDocuments { .. })));
+    assert!(matches!(Journal::open(&folder.path().join("none/file"), 0), Err(Error::Documents { .. })));
+    // Somebody may have made the file before.
+    fs::write(&path, "").unwrap();
+    open(&path).append(&registered("a", "one")).unwrap();
+    assert_eq!(ids(&mut open(&path)), ["a"]);
+}
+
+#[test]
+fn one_journal_uses_a_file_also_after_it_was_replaced() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    for _ in 0..2 {
+        assert!(matches!(Journal::open(&path, 0), Err(Error::DocumentsInUse { .. })));
+        journal.compact().unwrap();
+    }
+    drop(journal);
+    open(&path);
+}
+
+#[test]
+fn a_change_that_cannot_be_written_leaves_nothing() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    journal.append(&registered("a", "one")).unwrap();
+    // Writes and the cut after them fail.
+    let real = std::mem::replace(&mut journal.file, File::open(&path).unwrap());
+    journal.append(&registered("b", "two")).unwrap_err();
+    assert!(journal.has_rest);
+    journal.append(&registered("c", "three")).unwrap_err();
+    // A write that fails in its middle leaves a part of a line.
+    OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"check\":\"12").unwrap();
+    journal.file = real;
+    journal.append(&registered("d", "four")).unwrap();
+    assert_eq!(ids(&mut journal), ["a", "d"]);
+    drop(journal);
+    assert_eq!(ids(&mut open(&path)), ["a", "d"]);
+}
+
+#[test]
+fn a_large_file_is_written_again_once_half_of_it_is_not_needed() {
+    let (folder, path) = place();
+    let mut journal = open(&path);
+    let text = "word ".repeat(2000);
+    let size = || fs::metadata(&path).unwrap().len();
+    let (mut largest, mut smaller) = (0, 0);
+    for round in 0..1000 {
+        let before = size();
+        journal.append(&registered(&format!("{}", round % 10), &format!("{round} {text}"))).unwrap();
+        journal.compact_if_due(0);
+        largest = largest.max(size());
+        smaller += u64::from(size() < before);
+    }
+    assert!((SMALL - 20_000..SMALL).contains(&largest), "{largest}");
+    assert!((5..20).contains(&smaller), "10 MB were written, and each time 1 MiB is full: {smaller}");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2, "the journal and its lock");
+    let texts: Vec<String> = documents(&mut journal).into_iter().map(|(_, text)| text).collect();
+    let expected: Vec<String> = (990..1000).map(|round| format!("{round} {text}")).collect();
+    assert_eq!(texts, expected);
+    drop(journal);
+    assert_eq!(documents(&mut open(&path)).len(), 10);
+    // A file without dead lines stays as it is, whatever its size.
+    let mut journal = open(&path);
+    for id in 0..200 {
+        journal.append(&registered(&format!("{id}"), &text)).unwrap();
+        journal.compact_if_due(0);
+    }
+    assert!(size() > 2 * SMALL - 200_000, "{}", size());
+    // Expired ones are dead as well.
+    let file = size();
+    for id in 0..300 {
+        let Change::Registered(document) = registered(&format!("{id}"), &text) else { panic!() };
+        journal.append(&Change::Registered(Registration { expires: Some(5), ..document })).unwrap();
+    }
+    journal.compact_if_due(5);
+    assert!(size() < file / 2, "{}", size());
+}
+
+#[test]
+fn a_folder_that_takes_no_new_file_delays_only_the_replacement() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    journal.append(&registered("a", "one")).unwrap();
+    journal.append(&registered("a", "two")).unwrap();
+    // A folder of this name cannot be replaced by a file.
+    fs::create_dir(beside(&path, "new")).unwrap();
+    drop(journal);
+    let mut journal = open(&path);
+    assert_eq!(documents(&mut journal), [("a".to_owned(), "two".to_owned())]);
+    journal.append(&registered("b", "three")).unwrap();
+    drop(journal);
+    fs::remove_dir(beside(&path, "new")).unwrap();
+    let mut journal = open(&path);
+    assert_eq!(ids(&mut journal), ["a", "b"]);
+    assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 3);
+}
+
+#[test]
+#[cfg(unix)]
+fn only_the_owner_reads_the_files_and_a_link_stays_a_link() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let (folder, path) = place();
+    let link = folder.path().join("link");
+    fs::write(&path, "").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let mut journal = open(&link);
+    journal.append(&registered("a", "one")).unwrap();
+    journal.compact().unwrap();
+    assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+    for file in [&path, &beside(&path, "lock")] {
+        assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600, "{}", file.display());
+    }
+}
