@@ -73,6 +73,12 @@ impl Leisure {
         Err(Refusal { code: Some("rate_limit_exceeded"), ..Refusal::new(Kind::Overloaded, reason) })
     }
 
+    /// Returns whether a job of no client's has room: in half of the bytes, or alone.
+    pub(crate) fn has_half(&self, system: &str) -> bool {
+        let bytes = self.0.lock().bytes;
+        bytes == 0 || bytes + system.len() <= MOST / 2
+    }
+
     /// Adds a job. A job for the same document that waits is replaced. Returns true if the caller must work on the queue.
     fn add(&self, job: LeisureJob) -> bool {
         let LeisureJob { tenant, id, system } = job;

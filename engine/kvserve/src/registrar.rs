@@ -4,6 +4,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Duration;
@@ -14,7 +15,7 @@ use tokio::sync::oneshot;
 use tracing::{Span, error, warn};
 
 use crate::journal::Journal;
-use crate::refusal::Refusal;
+use crate::refusal::{Kind, Refusal};
 use crate::service::unix_time_ms;
 
 /// The longest time to wait for the disk at the end of the server.
@@ -34,9 +35,15 @@ pub(crate) struct Registrar {
     ended: Mutex<Receiver<()>>,
 }
 
+/// The most changes that wait. Each of them has a place among the requests of the server, and a disk can hang.
+const WAITING: usize = 64;
+
 /// Sends changes to the thread.
 #[derive(Debug, Clone)]
-pub(crate) struct RegistrarHandle(Arc<Mutex<Option<Sender<Job>>>>);
+pub(crate) struct RegistrarHandle {
+    jobs: Arc<Mutex<Option<Sender<Job>>>>,
+    waiting: Arc<AtomicUsize>,
+}
 
 impl Registrar {
     /// Starts the thread. Changes may start tasks of the runtime.
@@ -49,7 +56,8 @@ impl Registrar {
             // Nobody may wait.
             let _ = ends.send(());
         })?;
-        Ok(Self { handle: RegistrarHandle(Arc::new(Mutex::new(Some(sender)))), ended: Mutex::new(ended) })
+        let handle = RegistrarHandle { jobs: Arc::new(Mutex::new(Some(sender))), waiting: Arc::default() };
+        Ok(Self { handle, ended: Mutex::new(ended) })
     }
 
     pub(crate) fn handle(&self) -> RegistrarHandle {
@@ -60,7 +68,7 @@ impl Registrar {
 impl Drop for Registrar {
     fn drop(&mut self) {
         // Without a sender, the thread ends after the changes that wait.
-        self.handle.0.lock().take();
+        self.handle.jobs.lock().take();
         if self.ended.lock().recv_timeout(LAST_WRITE).is_err() {
             warn!("the disk does not answer, so the last changes of the registered documents may be lost");
         }
@@ -72,21 +80,33 @@ impl RegistrarHandle {
     /// guard lives until then.
     ///
     /// # Errors
-    /// Returns the refusal of the change, or that of a change that panicked or came after the end of the thread.
+    /// Returns the refusal of the change, that of a change that panicked or came after the end of the thread, or one because
+    /// too many changes wait.
     pub(crate) async fn change<R: Send + 'static, G: Send + 'static>(
         &self,
         guard: G,
         change: impl FnOnce(&mut Option<Journal>) -> Result<R, Refusal> + Send + 'static,
     ) -> Result<R, Refusal> {
+        let waiting = Arc::clone(&self.waiting);
+        if waiting.fetch_add(1, Ordering::Relaxed) >= WAITING {
+            waiting.fetch_sub(1, Ordering::Relaxed);
+            let reason = "too many changes of registered documents wait for the disk; try again later";
+            return Err(Refusal {
+                code: Some("rate_limit_exceeded"),
+                ..Refusal::new(Kind::Overloaded, reason)
+            });
+        }
+        let waits = Waits(waiting);
         let (sender, result) = oneshot::channel();
         let span = Span::current();
         let job: Job = Box::new(move |journal| {
+            let _waits = waits;
             let result = span.in_scope(|| change(journal));
             drop(guard);
             // The caller may have gone.
             let _ = sender.send(result);
         });
-        let sent = self.0.lock().as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
+        let sent = self.jobs.lock().as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
         if !sent {
             return Err(Refusal::shutting_down());
         }
@@ -94,13 +114,26 @@ impl RegistrarHandle {
     }
 }
 
+/// A change that waits or is being made.
+struct Waits(Arc<AtomicUsize>);
+
+impl Drop for Waits {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 fn run(mut journal: Option<Journal>, jobs: &Receiver<Job>) {
     for job in jobs {
+        if let Some(journal) = &mut journal {
+            journal.expire(unix_time_ms());
+        }
         if catch_unwind(AssertUnwindSafe(|| job(&mut journal))).is_err() {
             error!("a change of the registered documents panicked");
         }
-        if let Some(journal) = &mut journal {
-            journal.compact_if_due(unix_time_ms());
+        let compacted = AssertUnwindSafe(|| journal.as_mut().map(Journal::compact_if_due));
+        if catch_unwind(compacted).is_err() {
+            error!("the registered documents could not be written again");
         }
     }
 }
@@ -136,6 +169,21 @@ mod tests {
             });
             after.await.unwrap();
         });
+        let waiting = |_: &mut Option<Journal>| -> Result<(), Refusal> { Ok(()) };
+        let (hold, held) = channel::<()>();
+        let results = runtime.block_on(async {
+            let first = handle.change((), move |_| {
+                held.recv().unwrap();
+                Ok(())
+            });
+            let more: Vec<_> = (0..WAITING).map(|_| handle.change((), waiting)).collect();
+            let mut all = Box::pin(futures_util::future::join(first, futures_util::future::join_all(more)));
+            assert!(futures_util::FutureExt::now_or_never(&mut all).is_none());
+            hold.send(()).unwrap();
+            all.await.1
+        });
+        let refused = results.iter().filter(|result| result.is_err()).count();
+        assert_eq!(refused, 1, "the one more than may wait");
         assert_eq!(order.iter().collect::<Vec<i32>>(), [1, 2]);
         assert_eq!(Arc::strong_count(&guard), 1);
         drop(registrar);

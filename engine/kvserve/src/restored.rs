@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvengine::{DocumentCosts, NewDocument};
+use kvengine::{DocumentCosts, DocumentLibrary, NewDocument};
 use tracing::{debug, info, warn};
 
 use crate::error::Result;
@@ -29,7 +29,8 @@ pub(crate) struct Restored {
 }
 
 /// Registers the documents of a journal again, for the time that they have left at `now`, in milliseconds since 1970.
-/// Documents of tenants without a key, and documents past the limits, stay in the file alone.
+/// Documents of tenants without a key, and documents past the limits, stay in the file alone. The newest ones are within the
+/// limits, because these may have been lowered after the others were registered.
 ///
 /// # Errors
 /// Returns [`Error::Documents`](crate::Error::Documents) if the file cannot be read.
@@ -39,43 +40,21 @@ pub(crate) fn restore(
     keys: Option<&ApiKeys>,
     now: u64,
 ) -> Result<Vec<Restored>> {
-    let (mut restored, mut systems, mut unknown, mut refused) = (Vec::new(), HashSet::new(), 0, 0);
-    journal.for_each(|document| {
-        let Registration { tenant, id, title, text, system, expires } = document;
-        let is_known = match (&tenant, keys) {
-            (None, None) => true,
-            (Some(tenant), Some(keys)) => keys.has(tenant),
-            _ => false,
-        };
-        if !is_known {
-            unknown += 1;
-            return;
-        }
-        let tenant = tenant.as_deref().map(Arc::from);
-        let library = libraries.of(tenant.as_ref());
-        let mut library = library.lock();
-        let ttl = expires.map(|at| Duration::from_millis(at.saturating_sub(now)));
-        let id = id.into_owned();
-        let title = title.map(std::borrow::Cow::into_owned);
-        if let Err(error) =
-            library.register(NewDocument { id: id.clone(), title, text: text.into_owned(), ttl })
-        {
-            debug!(id, %error, "a registered document is not loaded");
-            refused += 1;
-            return;
-        }
-        let Some(text) = library.get(&id).map(|document| Arc::clone(&document.text)) else { return };
-        // Most documents of a tenant have the same system prompt.
-        let system = system.map(|system| {
-            let shared = systems.get(&*system).cloned();
-            shared.unwrap_or_else(|| {
-                let new: Arc<str> = system.into();
-                systems.insert(Arc::clone(&new));
-                new
-            })
-        });
-        restored.push(Restored { tenant, id, text, system });
-    })?;
+    let mut restoring = Restoring {
+        libraries,
+        keys,
+        now,
+        restored: Vec::new(),
+        systems: HashSet::new(),
+        unknown: 0,
+        refused: 0,
+    };
+    journal.for_each(false, |document| restoring.register(document))?;
+    if restoring.refused > 0 {
+        restoring.forget();
+        journal.for_each(true, |document| restoring.register(document))?;
+    }
+    let Restoring { restored, unknown, refused, .. } = restoring;
     if unknown > 0 {
         warn!(
             documents = unknown,
@@ -94,40 +73,117 @@ pub(crate) fn restore(
     Ok(restored)
 }
 
+/// The documents that have been registered so far.
+struct Restoring<'a> {
+    libraries: &'a Libraries,
+    keys: Option<&'a ApiKeys>,
+    now: u64,
+    restored: Vec<Restored>,
+    /// The system prompts. Most documents of a tenant have the same one.
+    systems: HashSet<Arc<str>>,
+    /// The number of documents of tenants without a key.
+    unknown: usize,
+    /// The number of documents past the limits.
+    refused: usize,
+}
+
+impl Restoring<'_> {
+    /// Registers a document of the journal.
+    fn register(&mut self, document: Registration<'static>) {
+        let Registration { tenant, id, title, text, system, expires, ttl } = document;
+        let left = expires.map(|at| at.saturating_sub(self.now).min(ttl.unwrap_or(u64::MAX)));
+        if left == Some(0) {
+            return;
+        }
+        let is_known = match (&tenant, self.keys) {
+            (None, None) => true,
+            (Some(tenant), Some(keys)) => keys.has(tenant),
+            _ => false,
+        };
+        if !is_known {
+            self.unknown += 1;
+            return;
+        }
+        let tenant = tenant.as_deref().map(Arc::from);
+        let library = self.libraries.of(tenant.as_ref());
+        let mut library = library.lock();
+        let id = id.into_owned();
+        let title = title.map(std::borrow::Cow::into_owned);
+        let new = NewDocument {
+            id: id.clone(),
+            title,
+            text: text.into_owned(),
+            ttl: left.map(Duration::from_millis),
+        };
+        if let Err(error) = library.register(new) {
+            debug!(id, %error, "a registered document is not loaded");
+            self.refused += 1;
+            return;
+        }
+        let Some(text) = library.get(&id).map(|document| Arc::clone(&document.text)) else { return };
+        let system = system.map(|system| {
+            let shared = self.systems.get(&*system).cloned();
+            shared.unwrap_or_else(|| {
+                let new: Arc<str> = system.into();
+                self.systems.insert(Arc::clone(&new));
+                new
+            })
+        });
+        self.restored.push(Restored { tenant, id, text, system });
+    }
+
+    /// Removes all documents again.
+    fn forget(&mut self) {
+        for Restored { tenant, id, .. } in self.restored.drain(..) {
+            self.libraries.of(tenant.as_ref()).lock().remove(&id);
+        }
+        (self.unknown, self.refused) = (0, 0);
+    }
+}
+
 impl Service {
-    /// Counts the tokens of restored documents, and lets those with a system prompt be computed at leisure.
+    /// Counts the tokens of restored documents, and then lets those with a system prompt be computed at leisure. Leaves
+    /// half of the room for jobs to documents that are registered in the meantime.
     pub(crate) async fn resume(self: Arc<Self>, restored: Vec<Restored>) {
-        for Restored { tenant, id, text, system } in restored {
-            let (codec, counted) = (self.codec.clone(), Arc::clone(&text));
-            let tokens = text_work::run((), move || Ok(codec.encode(&counted, false)?.len())).await;
+        let mut counted = Vec::with_capacity(restored.len());
+        for one in restored {
+            let (codec, text) = (self.codec.clone(), Arc::clone(&one.text));
+            let tokens = text_work::run((), move || Ok(codec.encode(&text, false)?.len())).await;
             let tokens = match tokens {
                 Ok((tokens, ())) => tokens,
                 Err(refusal) => {
                     info!(
-                        id,
+                        id = one.id,
                         reason = refusal.message,
                         "the tokens of a registered document are not counted"
                     );
                     continue;
                 }
             };
-            // Nothing would be found at another position without reuse.
-            let system = system.filter(|_| self.reuse.is_some());
-            while system.as_ref().is_some_and(|system| self.leisure.check(system).is_err()) {
-                tokio::time::sleep(LOOK).await;
-            }
-            let library = self.libraries.of(tenant.as_ref());
-            let mut library = library.lock();
-            // A client may have registered it again in the meantime.
-            if library.get(&id).is_none_or(|document| !Arc::ptr_eq(&document.text, &text)) {
-                continue;
-            }
             let costs =
                 DocumentCosts { tokens, kv_bytes: self.kv_bytes(tokens), computed_in: Duration::ZERO };
-            library.set_costs(&id, costs);
-            if let Some(system) = system {
-                self.pin_at_leisure([LeisureJob { tenant, id, system: system.as_ref().to_owned() }]);
+            self.if_kept(&one, |library| library.set_costs(&one.id, costs));
+            counted.push(one);
+        }
+        // Nothing would be found at another position without reuse.
+        for one in counted.into_iter().filter(|_| self.reuse.is_some()) {
+            let Some(system) = &one.system else { continue };
+            while !self.leisure.has_half(system) {
+                tokio::time::sleep(LOOK).await;
             }
+            self.if_kept(&one, |_| {
+                let (tenant, id) = (one.tenant.clone(), one.id.clone());
+                self.pin_at_leisure([LeisureJob { tenant, id, system: system.as_ref().to_owned() }]);
+            });
+        }
+    }
+
+    /// Calls a function, unless a client has registered the document again or removed it.
+    fn if_kept<R>(&self, one: &Restored, call: impl FnOnce(&mut DocumentLibrary) -> R) {
+        let library = self.libraries.of(one.tenant.as_ref());
+        let mut library = library.lock();
+        if library.get(&one.id).is_some_and(|document| Arc::ptr_eq(&document.text, &one.text)) {
+            call(&mut library);
         }
     }
 }

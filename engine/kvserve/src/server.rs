@@ -84,7 +84,7 @@ impl Server {
         let libraries =
             Libraries::new(LibraryLimits { documents: limits.documents, bytes: limits.document_bytes });
         let now = unix_time_ms();
-        let mut journal = documents.map(|path| Journal::open(&path, now)).transpose()?;
+        let mut journal = documents.map(|path| Journal::open(&path)).transpose()?;
         let restored = match &mut journal {
             Some(journal) => restore(journal, &libraries, keys.as_ref(), now)?,
             None => Vec::new(),

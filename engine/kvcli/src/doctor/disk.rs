@@ -74,7 +74,9 @@ fn examine(folder: &Path) -> Result<DiskReport> {
     };
     let record = |number: u32| {
         let mut buffers = slab.buffers(&[RECORD]);
-        buffers.iter_mut().for_each(|buffer| buffer.fill(number as u8));
+        for buffer in &mut buffers {
+            buffer.fill(number as u8);
+        }
         Record::new(id(number), buffers)
     };
     let records: Vec<_> = (0..RECORDS).map(record).collect();
@@ -89,7 +91,7 @@ fn examine(folder: &Path) -> Result<DiskReport> {
     let write = bytes / begun.elapsed().as_secs_f64();
     let begun = Instant::now();
     let loads: Vec<_> = (0..RECORDS).map(|number| slab.begin_load(&id(number))).collect();
-    let mut found = 0;
+    let mut found = 0_u32;
     for loading in loads {
         loading.wait_until(begun + PATIENCE);
         if let Ok(buffers) = loading.end() {
@@ -97,7 +99,7 @@ fn examine(folder: &Path) -> Result<DiskReport> {
             found += 1;
         }
     }
-    let read = found as f64 * RECORD as f64 / begun.elapsed().as_secs_f64();
+    let read = f64::from(found) * RECORD as f64 / begun.elapsed().as_secs_f64();
     let choice = slab.io_choice();
     let refused =
         choice.map(|choice| choice.refused.iter().map(|(way, why)| (way.to_string(), why.clone())).collect());

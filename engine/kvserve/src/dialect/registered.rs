@@ -157,6 +157,7 @@ fn write(
         text: Cow::Borrowed(&new.text),
         system: system.map(Cow::Borrowed),
         expires: new.ttl.map(|ttl| unix_time_ms().saturating_add(ms(ttl))),
+        ttl: new.ttl.map(ms),
     });
     journal.append(&change).map_err(|error| Refusal::not_written(&error))
 }
@@ -193,7 +194,9 @@ async fn removed(service: &Arc<Service>, id: PathId, request: Request) -> Result
     let seat = service.seats.take(tenant.as_ref())?;
     let removed = service.registrar.change(seat, move |journal| {
         let library = handle.libraries.of(owner.as_ref());
-        if library.lock().get(&id).is_none() {
+        let is_loaded = library.lock().get(&id).is_some();
+        let is_kept = journal.as_ref().is_some_and(|journal| journal.has(&(owner.clone(), id.clone())));
+        if !is_loaded && !is_kept {
             return Err(unknown(&id));
         }
         if let Some(journal) = journal {

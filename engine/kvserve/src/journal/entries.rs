@@ -56,6 +56,11 @@ impl Entries {
         self.all.insert(place, Entry { order, span, text, system_bytes, expires: document.expires });
     }
 
+    /// Returns whether there is a line of a document.
+    pub(super) fn has(&self, place: &Place) -> bool {
+        self.all.contains_key(place)
+    }
+
     /// Removes the line of a document.
     pub(super) fn forget(&mut self, place: &Place) {
         self.remove(place);
@@ -121,6 +126,7 @@ mod tests {
             text: text.to_owned().into(),
             system: Some("1234".into()),
             expires,
+            ttl: None,
         }
     }
 

@@ -2,15 +2,18 @@
 //!
 //! ```text
 //! {"format":"kvc documents","version":1}
-//! {"check":"8c5f…","registered":{"tenant":"sales","id":"harbour","text":"…","expires":1790000000000}}
+//! {"check":"8c5f…","registered":{"tenant":"sales","id":"harbour","text":"…","expires":1790000000000,"ttl":60000}}
 //! {"check":"0b1e…","removed":{"tenant":"sales","id":"harbour"}}
 //! ```
 //!
 //! `check` is the beginning of the BLAKE3 digest of everything after it, so that a line with a changed byte is noticed.
 
 use std::borrow::Cow;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
 
 /// The version of the lines that this program writes and reads.
 const VERSION: u64 = 1;
@@ -45,6 +48,23 @@ pub(crate) enum Change<'a> {
     },
 }
 
+/// The reason why a line is not a change.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum LineFault {
+    /// Its bytes are not those that were written.
+    Damaged(String),
+    /// It was written like this, by a program that knows other changes.
+    Unknown(String),
+}
+
+impl LineFault {
+    pub(super) fn reason(self) -> String {
+        match self {
+            Self::Damaged(reason) | Self::Unknown(reason) => reason,
+        }
+    }
+}
+
 /// A document as it was registered.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -62,6 +82,9 @@ pub(crate) struct Registration<'a> {
     /// The time when the document is forgotten, in milliseconds since 1970; `None` if it is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) expires: Option<u64>,
+    /// The time that it was kept for, in milliseconds. A clock that goes back does not make it longer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) ttl: Option<u64>,
 }
 
 /// The first line of a file.
@@ -88,6 +111,18 @@ impl FirstLine {
         }
     }
 
+    /// Checks that a first line, or an empty file, is that of a journal of this version.
+    ///
+    /// # Errors
+    /// Returns [`Error::DocumentsVersion`] or [`Error::NoDocuments`].
+    pub(super) fn check(line: &[u8], path: &Path) -> Result<(), Error> {
+        match Self::read(line) {
+            Self::Version(version) => Err(Error::DocumentsVersion { path: path.to_owned(), version }),
+            Self::Other if !line.is_empty() => Err(Error::NoDocuments { path: path.to_owned() }),
+            Self::Ours | Self::Other => Ok(()),
+        }
+    }
+
     /// Returns the first line of a journal, with its end.
     pub(super) fn written() -> String {
         format!("{{\"format\":\"{FORMAT}\",\"version\":{VERSION}}}\n")
@@ -106,9 +141,9 @@ impl Change<'_> {
     /// Reads a line, with or without its end.
     ///
     /// # Errors
-    /// Returns the reason why the line is damaged.
-    pub(super) fn read(line: &[u8]) -> Result<Change<'static>, String> {
-        let unlike = || "it does not have the form of a change".to_owned();
+    /// Returns what is wrong with the line.
+    pub(super) fn read(line: &[u8]) -> Result<Change<'static>, LineFault> {
+        let unlike = || LineFault::Damaged("it does not have the form of a change".to_owned());
         let line = line.strip_suffix(b"\n").unwrap_or(line);
         let (digits, rest) = line
             .strip_prefix(AROUND.0.as_bytes())
@@ -116,9 +151,9 @@ impl Change<'_> {
             .ok_or_else(unlike)?;
         let rest = rest.strip_prefix(AROUND.1.as_bytes()).ok_or_else(unlike)?;
         if check(rest).as_bytes() != digits {
-            return Err("its bytes do not match its check".to_owned());
+            return Err(LineFault::Damaged("its bytes do not match its check".to_owned()));
         }
-        serde_json::from_slice(&[b"{", rest].concat()).map_err(|error| error.to_string())
+        serde_json::from_slice(&[b"{", rest].concat()).map_err(|error| LineFault::Unknown(error.to_string()))
     }
 }
 
@@ -140,12 +175,14 @@ mod tests {
             text: "line\nbreaks \u{0} and \"quotes\" ä".into(),
             system: None,
             expires: None,
+            ttl: None,
         };
         let full = Registration {
             tenant: Some("alice".into()),
             title: Some("A title".into()),
             system: Some("Answer.\n".into()),
             expires: Some(u64::MAX),
+            ttl: Some(60_000),
             ..plain.clone()
         };
         let removed = Change::Removed { tenant: Some("alice".into()), id: "a".into() };
@@ -173,6 +210,13 @@ mod tests {
                 assert!(Change::read(&line[..at]).is_err(), "cut at {at}");
             }
         }
+    }
+
+    #[test]
+    fn a_change_of_another_program_is_not_damage() {
+        let rest = "\"renamed\":{\"id\":\"a\"}}";
+        let line = format!("{}{}{}{rest}\n", AROUND.0, check(rest.as_bytes()), AROUND.1);
+        assert!(matches!(Change::read(line.as_bytes()), Err(LineFault::Unknown(_))));
     }
 
     #[test]

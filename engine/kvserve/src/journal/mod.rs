@@ -7,7 +7,8 @@
 //!
 //! - **What was answered is in the file.** A change is answered after its line has been synced.
 //! - **What was refused is not.** The rest of a line that could not be written is cut off before the next one.
-//! - **A crash leaves at most one torn line, the last one.** It was never answered, and is dropped at the start.
+//! - **A crash leaves at most one torn line, the last one.** It was never answered. At the start, it is moved to a file
+//!   beside the journal, whose name ends with `.torn`.
 //! - **One server uses a file**, by a lock on a second file beside it, because the journal itself is replaced.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -21,8 +22,8 @@ mod entries;
 mod line;
 
 use entries::{Entries, Span};
-use line::FirstLine;
 pub(crate) use line::{Change, Registration};
+use line::{FirstLine, LineFault};
 
 use crate::error::{Error, Result};
 use crate::leisure::Place;
@@ -54,19 +55,25 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Opens a journal, or creates one. Documents that have expired at `now`, in milliseconds since 1970, are dropped.
+    /// Opens a journal, or creates one.
     ///
     /// # Errors
     /// Returns [`Error::DocumentsInUse`] if another server uses the file, [`Error::DocumentsVersion`] and
     /// [`Error::NoDocuments`] for a file of another version or kind, [`Error::DocumentsLine`] for a damaged line other
     /// than the last one, and [`Error::Documents`] if the file cannot be read or created.
-    pub(crate) fn open(path: &Path, now: u64) -> Result<Self> {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = |source| Error::Documents { path: path.to_owned(), source };
         // A link stays a link when the file is replaced.
         let path = &path.canonicalize().unwrap_or_else(|_| path.to_owned());
         // Opening a pipe would wait for its writer.
         if fs::metadata(path).is_ok_and(|data| !data.is_file()) {
             return Err(Error::NoDocuments { path: path.clone() });
+        }
+        // Before anything is changed, in case the path is somebody else's file.
+        if let Ok(file) = File::open(path) {
+            let mut line = Vec::new();
+            BufReader::new(file).take(FIRST_LINE).read_until(b'\n', &mut line).map_err(failed)?;
+            FirstLine::check(&line, path)?;
         }
         let lock = lock(path)?;
         let file =
@@ -77,7 +84,8 @@ impl Journal {
             file,
             length: 0,
             has_rest: false,
-            is_renamed: false,
+            // The process before may have ended just after a replacement.
+            is_renamed: true,
             entries: Entries::default(),
             compact_from: SMALL,
             _lock: lock,
@@ -87,7 +95,6 @@ impl Journal {
             return Ok(journal);
         }
         journal.read_lines()?;
-        journal.entries.expire(now);
         if journal.has_rest || journal.needed() < journal.length {
             journal.try_to_compact();
         }
@@ -101,50 +108,58 @@ impl Journal {
         let mut reader = BufReader::with_capacity(1 << 16, &self.file);
         let mut line = Vec::new();
         (&mut reader).take(FIRST_LINE).read_until(b'\n', &mut line).map_err(failed)?;
-        match FirstLine::read(&line) {
-            FirstLine::Ours => {}
-            FirstLine::Version(version) => return Err(Error::DocumentsVersion { path, version }),
-            FirstLine::Other => return Err(Error::NoDocuments { path }),
-        }
+        FirstLine::check(&line, &path)?;
         self.length = line.len() as u64;
+        self.has_rest = !line.ends_with(b"\n");
         for number in 2.. {
             line.clear();
             let bytes = reader.read_until(b'\n', &mut line).map_err(failed)? as u64;
             if bytes == 0 {
                 break;
             }
-            let is_whole = line.ends_with(b"\n");
-            let change = Change::read(&line).and_then(|change| {
-                is_whole.then_some(change).ok_or_else(|| "it ends in the middle".to_owned())
-            });
-            match change {
+            match Change::read(&line) {
                 Ok(change) => {
                     self.entries.apply(&change, Span { start: self.length, bytes });
                     self.length += bytes;
+                    // An editor may have left out the last end.
+                    self.has_rest = !line.ends_with(b"\n");
                 }
-                Err(reason) if reader.fill_buf().map_err(failed)?.is_empty() => {
+                Err(LineFault::Damaged(reason)) if reader.fill_buf().map_err(failed)?.is_empty() => {
+                    let torn = beside(&path, "torn");
+                    write_private(&torn, &line).map_err(failed)?;
                     warn!(
                         path = %path.display(),
                         line = number,
                         reason,
-                        "dropped the last line of the registered documents, which was being written when the server ended"
+                        moved_to = %torn.display(),
+                        "the last line of the registered documents was being written when the server ended, and is not used"
                     );
                     self.has_rest = true;
                     break;
                 }
-                Err(reason) => return Err(Error::DocumentsLine { path, line: number, reason }),
+                Err(fault) => {
+                    return Err(Error::DocumentsLine { path, line: number, reason: fault.reason() });
+                }
             }
         }
         Ok(())
     }
 
-    /// Calls a function with all documents, in the order in which they were registered.
+    /// Calls a function with all documents, in the order in which they were registered, or with the newest ones first.
     ///
     /// # Errors
     /// Returns [`Error::Documents`] if the file cannot be read.
-    pub(crate) fn for_each(&mut self, mut work: impl FnMut(Registration<'static>)) -> Result<()> {
-        for span in self.entries.in_order() {
-            let changed = |reason| io::Error::new(io::ErrorKind::InvalidData, reason);
+    pub(crate) fn for_each(
+        &mut self,
+        newest_first: bool,
+        mut work: impl FnMut(Registration<'static>),
+    ) -> Result<()> {
+        let mut spans = self.entries.in_order();
+        if newest_first {
+            spans.reverse();
+        }
+        for span in spans {
+            let changed = |fault: LineFault| io::Error::new(io::ErrorKind::InvalidData, fault.reason());
             let change = read_at(&mut self.file, span).and_then(|line| Change::read(&line).map_err(changed));
             match change.map_err(|source| Error::Documents { path: self.path.clone(), source })? {
                 Change::Registered(document) => work(document),
@@ -195,6 +210,16 @@ impl Journal {
         Ok(())
     }
 
+    /// Returns whether the file has a document, which may have more of them than the limits allow to load.
+    pub(crate) fn has(&self, place: &Place) -> bool {
+        self.entries.has(place)
+    }
+
+    /// Forgets documents that have expired at `now`, in milliseconds since 1970. Their lines are no longer needed.
+    pub(crate) fn expire(&mut self, now: u64) {
+        self.entries.expire(now);
+    }
+
     /// Returns the bytes of the system prompts of a tenant's documents other than this one.
     pub(crate) fn system_bytes_beside(&self, place: &Place) -> usize {
         self.entries.system_bytes_beside(place)
@@ -202,8 +227,7 @@ impl Journal {
 
     /// Writes the file again without the lines that are no longer needed, if it is large and they are more than half of it.
     /// If that fails, the journal goes on with its file.
-    pub(crate) fn compact_if_due(&mut self, now: u64) {
-        self.entries.expire(now);
+    pub(crate) fn compact_if_due(&mut self) {
         if self.length >= self.compact_from && self.length / 2 > self.needed() {
             self.try_to_compact();
         }
@@ -247,13 +271,18 @@ impl Journal {
 
     /// Writes a file with the needed lines, and syncs it.
     fn write_needed(&mut self, path: &Path) -> io::Result<File> {
-        let file =
-            private(OpenOptions::new().read(true).write(true).create(true).truncate(true)).open(path)?;
-        make_private(&file)?;
+        let file = new_private(path)?;
         let mut writer = BufWriter::with_capacity(1 << 16, &file);
         writer.write_all(FirstLine::written().as_bytes())?;
         for span in self.entries.in_order() {
-            writer.write_all(&read_at(&mut self.file, span)?)?;
+            let mut line = read_at(&mut self.file, span)?;
+            // Somebody may have changed the file under this server.
+            Change::read(&line)
+                .map_err(|fault| io::Error::new(io::ErrorKind::InvalidData, fault.reason()))?;
+            if !line.ends_with(b"\n") {
+                line.push(b'\n');
+            }
+            writer.write_all(&line)?;
         }
         writer.flush()?;
         drop(writer);
@@ -279,6 +308,22 @@ fn read_at(file: &mut File, span: Span) -> io::Result<Vec<u8>> {
     let mut line = vec![0; span.bytes as usize];
     file.read_exact(&mut line)?;
     Ok(line)
+}
+
+/// Creates a file that only its owner can read, instead of one that may be there. Links are not followed.
+fn new_private(path: &Path) -> io::Result<File> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    private(OpenOptions::new().read(true).write(true).create_new(true)).open(path)
+}
+
+/// Writes a file that only its owner can read.
+fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut file = new_private(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
 }
 
 /// Returns the path of a file beside the journal.

@@ -10,6 +10,7 @@ fn registered(id: &str, text: &str) -> Change<'static> {
         text: text.to_owned().into(),
         system: None,
         expires: None,
+        ttl: None,
     })
 }
 
@@ -23,13 +24,13 @@ fn removed(id: &str) -> Change<'static> {
 }
 
 fn open(path: &Path) -> Journal {
-    Journal::open(path, 0).unwrap()
+    Journal::open(path).unwrap()
 }
 
 /// Returns the IDs and texts of all documents, in their order.
 fn documents(journal: &mut Journal) -> Vec<(String, String)> {
     let mut all = Vec::new();
-    journal.for_each(|one| all.push((one.id.into_owned(), one.text.into_owned()))).unwrap();
+    journal.for_each(false, |one| all.push((one.id.into_owned(), one.text.into_owned()))).unwrap();
     all
 }
 
@@ -65,10 +66,12 @@ fn documents_are_there_again_in_their_order_and_removed_and_expired_ones_are_not
         [("a", "one"), ("e", "for a while"), ("b", "other")].map(|(a, b)| (a.to_owned(), b.to_owned()));
     drop(journal);
     for _ in 0..3 {
-        let mut journal = Journal::open(&path, 50).unwrap();
+        let mut journal = open(&path);
+        assert_eq!(ids(&mut journal), ["a", "d", "e", "b"], "the clock may be wrong at the start");
+        journal.expire(50);
         assert_eq!(documents(&mut journal), expected);
-        // Only needed lines are left.
-        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 1 + expected.len());
+        // Only needed lines are left, and those that may have expired.
+        assert_eq!(fs::read_to_string(&path).unwrap().lines().count(), 2 + expected.len());
     }
 }
 
@@ -88,11 +91,60 @@ fn a_file_of_any_tear_in_its_last_line_has_all_other_lines() {
     for bytes in torn {
         fs::write(&path, &bytes).unwrap();
         let mut journal = open(&path);
-        assert_eq!(ids(&mut journal), ["a"]);
+        let is_whole = bytes.len() + 1 == more.len() && more.starts_with(&bytes);
+        let kept: &[&str] = if is_whole { &["a", "b"] } else { &["a"] };
+        assert_eq!(ids(&mut journal), kept);
+        if !is_whole && bytes.len() > whole.len() {
+            // Nothing is thrown away.
+            assert_eq!(fs::read(beside(&path, "torn")).unwrap(), bytes[whole.len()..]);
+        }
         journal.append(&registered("c", "three")).unwrap();
         drop(journal);
-        assert_eq!(ids(&mut open(&path)), ["a", "c"]);
+        assert_eq!(ids(&mut open(&path)), [kept, &["c"]].concat());
     }
+}
+
+#[test]
+fn a_first_line_without_its_end_is_mended() {
+    let (_folder, path) = place();
+    drop(open(&path));
+    let text = fs::read_to_string(&path).unwrap();
+    fs::write(&path, text.trim_end()).unwrap();
+    open(&path).append(&registered("a", "one")).unwrap();
+    assert_eq!(ids(&mut open(&path)), ["a"]);
+}
+
+#[test]
+fn a_change_that_this_program_does_not_know_is_an_error_even_in_the_last_line() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    journal.append(&registered("a", "one")).unwrap();
+    drop(journal);
+    let mut line = registered("b", "two").written().unwrap();
+    let rest = line.split_off(AROUND).replace("\"title\"", "").replacen("registered", "renamed", 1);
+    let check = blake3::hash(rest.trim_end().as_bytes()).to_hex();
+    let text = fs::read_to_string(&path).unwrap() + &format!("{{\"check\":\"{}\",{rest}", &check[..16]);
+    fs::write(&path, &text).unwrap();
+    let error = Journal::open(&path).unwrap_err();
+    assert!(matches!(error, Error::DocumentsLine { line: 3, .. }), "{error}");
+    assert_eq!(fs::read_to_string(&path).unwrap(), text);
+}
+
+/// The bytes in front of what a check covers.
+const AROUND: usize = "{\"check\":\"0123456789abcdef\",".len();
+
+#[test]
+fn a_file_that_somebody_changes_under_a_server_is_not_copied_wrongly() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    for id in ["a", "b"] {
+        journal.append(&registered(id, "one")).unwrap();
+    }
+    let bytes = fs::read(&path).unwrap();
+    let edited = [&bytes[..60], b"x", &bytes[60..]].concat();
+    fs::write(&path, &edited).unwrap();
+    assert_eq!(journal.compact().unwrap_err().kind(), io::ErrorKind::InvalidData);
+    assert_eq!(fs::read(&path).unwrap(), edited);
 }
 
 #[test]
@@ -106,7 +158,7 @@ fn a_damaged_line_in_the_middle_is_named_with_what_to_do() {
     let text = fs::read_to_string(&path).unwrap();
     for damaged in [text.replacen("\"b\"", "\"x\"", 1), text.replacen("\"id\":\"b\",", "\n", 1)] {
         fs::write(&path, &damaged).unwrap();
-        let error = Journal::open(&path, 0).unwrap_err();
+        let error = Journal::open(&path).unwrap_err();
         assert!(matches!(error, Error::DocumentsLine { line: 3, .. }), "{error}");
         let words = error.to_string();
         assert!(words.contains("documents.jsonl, line 3") && words.contains("remove the line"), "{words}");
@@ -127,12 +179,20 @@ fn files_of_another_version_or_kind_are_left_alone() {
         ("key tenant", "not a file of registered documents"),
     ] {
         fs::write(&path, text).unwrap();
-        let error = Journal::open(&path, 0).unwrap_err().to_string();
+        let error = Journal::open(&path).unwrap_err().to_string();
         assert!(error.contains(words) && error.contains("documents.jsonl"), "{error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), text);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "there is no lock beside it");
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt as _;
+            let others = fs::Permissions::from_mode(0o644);
+            assert_ne!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+            fs::set_permissions(&path, others).unwrap();
+        }
     }
-    assert!(matches!(Journal::open(folder.path(), 0), Err(Error::NoDocuments { .. })));
-    assert!(matches!(Journal::open(&folder.path().join("none/file"), 0), Err(Error::Documents { .. })));
+    assert!(matches!(Journal::open(folder.path()), Err(Error::NoDocuments { .. })));
+    assert!(matches!(Journal::open(&folder.path().join("none/file")), Err(Error::Documents { .. })));
     // Somebody may have made the file before.
     fs::write(&path, "").unwrap();
     open(&path).append(&registered("a", "one")).unwrap();
@@ -144,7 +204,7 @@ fn one_journal_uses_a_file_also_after_it_was_replaced() {
     let (_folder, path) = place();
     let mut journal = open(&path);
     for _ in 0..2 {
-        assert!(matches!(Journal::open(&path, 0), Err(Error::DocumentsInUse { .. })));
+        assert!(matches!(Journal::open(&path), Err(Error::DocumentsInUse { .. })));
         journal.compact().unwrap();
     }
     drop(journal);
@@ -180,7 +240,7 @@ fn a_large_file_is_written_again_once_half_of_it_is_not_needed() {
     for round in 0..1000 {
         let before = size();
         journal.append(&registered(&format!("{}", round % 10), &format!("{round} {text}"))).unwrap();
-        journal.compact_if_due(0);
+        journal.compact_if_due();
         largest = largest.max(size());
         smaller += u64::from(size() < before);
     }
@@ -196,7 +256,7 @@ fn a_large_file_is_written_again_once_half_of_it_is_not_needed() {
     let mut journal = open(&path);
     for id in 0..200 {
         journal.append(&registered(&format!("{id}"), &text)).unwrap();
-        journal.compact_if_due(0);
+        journal.compact_if_due();
     }
     assert!(size() > 2 * SMALL - 200_000, "{}", size());
     // Expired ones are dead as well.
@@ -205,7 +265,8 @@ fn a_large_file_is_written_again_once_half_of_it_is_not_needed() {
         let Change::Registered(document) = registered(&format!("{id}"), &text) else { panic!() };
         journal.append(&Change::Registered(Registration { expires: Some(5), ..document })).unwrap();
     }
-    journal.compact_if_due(5);
+    journal.expire(5);
+    journal.compact_if_due();
     assert!(size() < file / 2, "{}", size());
 }
 

@@ -145,6 +145,11 @@ fn the_file_names_tenants_and_no_keys_and_keeps_the_documents_of_tenants_without
 #[test]
 fn limits_hold_for_what_is_loaded_and_for_system_prompts_in_the_file() {
     let (_folder, path) = place();
+    let sorted = |server: &Server| {
+        let mut ids = ids(server, ALICE);
+        ids.sort();
+        ids
+    };
     let limited = |documents, document_bytes| {
         let limits = Limits { documents, document_bytes, ..Limits::default() };
         with(Some(reuse()), ServerConfig { limits, ..config(&path, &["alice", "bob"]) })
@@ -165,9 +170,24 @@ fn limits_hold_for_what_is_loaded_and_for_system_prompts_in_the_file() {
     }
     drop(server);
     let server = limited(2, 1000);
-    assert_eq!(ids(&server, ALICE), ["a", "c"]);
+    assert_eq!(sorted(&server), ["c", "d"], "the newest ones");
+    // What is not loaded has stayed in the file, and never pushes out what was answered after it.
+    assert_eq!(send(&server, ALICE, "DELETE", "c", &Value::Null).status, 200);
+    assert_eq!(put(&server, ALICE, "e", &json!({"text": "e ".repeat(40)})), 201);
     drop(server);
-    assert_eq!(ids(&limited(10, 1000), ALICE), ["a", "c", "d"], "the others have stayed in the file");
+    let server = limited(2, 1000);
+    assert_eq!(sorted(&server), ["d", "e"]);
+    drop(server);
+    let server = limited(10, 1000);
+    assert_eq!(ids(&server, ALICE), ["a", "d", "e"]);
+    drop(server);
+    // It can be removed all the same.
+    let server = limited(2, 1000);
+    for (id, status) in [("a", 200), ("a", 404), ("c", 404)] {
+        assert_eq!(send(&server, ALICE, "DELETE", id, &Value::Null).status, status, "{id}");
+    }
+    drop(server);
+    assert_eq!(ids(&limited(10, 1000), ALICE), ["d", "e"]);
 }
 
 #[test]

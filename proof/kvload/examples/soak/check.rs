@@ -147,9 +147,14 @@ impl Checkpoints {
             let shown: Vec<String> = all.iter().step_by(every).chain(all.last()).map(|&b| mib(b)).collect();
             shown.join(", ")
         };
+        let judged = if self.resident.len() > WARM_UP {
+            format!("after a warm-up, it may grow by {growth} MiB")
+        } else {
+            "the run is too short to judge its growth".to_owned()
+        };
         println!(
             "{:.0} seconds of traffic, {} checkpoints, up to {} threads\n\
-             resident memory from the first checkpoint to the last: {}; it may grow by {growth} MiB after the first third\n\
+             resident memory from the first checkpoint to the last: {}; {judged}\n\
              allocated memory from the first checkpoint to the last, and after the last connection: {}",
             state.seconds,
             self.resident.len(),

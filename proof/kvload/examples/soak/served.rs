@@ -28,8 +28,12 @@ const KV_MEMORY: usize = 16 << 20;
 /// The built-in model's template, behind the tools and the form of their calls.
 const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}";
 
-/// Starts the server at a free port.
+/// Starts the server at a free port. Its registered documents are in a file, which is empty at the start.
 pub(crate) fn start() -> Result<Server, Box<dyn std::error::Error>> {
+    let documents = xtask::run::root().join("target/soak-documents.jsonl");
+    if documents.exists() {
+        std::fs::remove_file(&documents)?;
+    }
     let place = xtask::run::root().join("models/tiny-rag");
     let ModelDirectory { model, .. } = ModelDirectory::load(&place, WeightFormat::default(), &mut |_, _| ())?;
     let tokenizer = std::fs::read(place.join("tokenizer.json"))?;
@@ -51,7 +55,7 @@ pub(crate) fn start() -> Result<Server, Box<dyn std::error::Error>> {
         Limits { receive_time: RECEIVE_TIME, requests: 4096, body_bytes: 1 << 20, ..Limits::default() };
     let defaults = ServerConfig::default();
     let address = (defaults.address.ip(), 0).into();
-    let config = ServerConfig { address, keys: Some(keys), limits, ..defaults };
+    let config = ServerConfig { address, keys: Some(keys), documents: Some(documents), limits };
     Ok(Server::start(
         ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: Some(reuse) },
         config,
