@@ -100,9 +100,9 @@ impl RegistrarHandle {
         let (sender, result) = oneshot::channel();
         let span = Span::current();
         let job: Job = Box::new(move |journal| {
-            let _waits = waits;
+            let waits = waits;
             let result = span.in_scope(|| change(journal));
-            drop(guard);
+            drop((guard, waits));
             // The caller may have gone.
             let _ = sender.send(result);
         });

@@ -109,8 +109,9 @@ impl Journal {
         let mut line = Vec::new();
         (&mut reader).take(FIRST_LINE).read_until(b'\n', &mut line).map_err(failed)?;
         FirstLine::check(&line, &path)?;
-        self.length = line.len() as u64;
-        self.has_rest = !line.ends_with(b"\n");
+        // An editor may have left out the last end, which is written again.
+        let mut missing = u64::from(!line.ends_with(b"\n"));
+        self.length = line.len() as u64 + missing;
         for number in 2.. {
             line.clear();
             let bytes = reader.read_until(b'\n', &mut line).map_err(failed)? as u64;
@@ -119,10 +120,10 @@ impl Journal {
             }
             match Change::read(&line) {
                 Ok(change) => {
-                    self.entries.apply(&change, Span { start: self.length, bytes });
-                    self.length += bytes;
-                    // An editor may have left out the last end.
-                    self.has_rest = !line.ends_with(b"\n");
+                    missing = u64::from(!line.ends_with(b"\n"));
+                    let span = Span { start: self.length, bytes: bytes + missing };
+                    self.entries.apply(&change, span);
+                    self.length += span.bytes;
                 }
                 Err(LineFault::Damaged(reason)) if reader.fill_buf().map_err(failed)?.is_empty() => {
                     let torn = beside(&path, "torn");
@@ -141,6 +142,14 @@ impl Journal {
                     return Err(Error::DocumentsLine { path, line: number, reason: fault.reason() });
                 }
             }
+        }
+        if missing > 0 {
+            let mut write = || {
+                self.file.seek(SeekFrom::End(0))?;
+                self.file.write_all(b"\n")?;
+                self.file.sync_data()
+            };
+            write().map_err(failed)?;
         }
         Ok(())
     }
@@ -275,13 +284,10 @@ impl Journal {
         let mut writer = BufWriter::with_capacity(1 << 16, &file);
         writer.write_all(FirstLine::written().as_bytes())?;
         for span in self.entries.in_order() {
-            let mut line = read_at(&mut self.file, span)?;
+            let line = read_at(&mut self.file, span)?;
             // Somebody may have changed the file under this server.
             Change::read(&line)
                 .map_err(|fault| io::Error::new(io::ErrorKind::InvalidData, fault.reason()))?;
-            if !line.ends_with(b"\n") {
-                line.push(b'\n');
-            }
             writer.write_all(&line)?;
         }
         writer.flush()?;
