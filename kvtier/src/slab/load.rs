@@ -334,7 +334,8 @@ impl PlacedLoad {
             PayloadFault::Differs => Missed::Differs,
         };
         // Another record can have this key, and other lengths.
-        if header.buffers.iter().sum::<usize>() == body.len() && RecordBuffer::can_divide(&header.buffers) {
+        let is_all = !body.is_empty() && header.buffers.iter().sum::<usize>() == body.len();
+        if is_all && RecordBuffer::can_divide(&header.buffers) {
             header.check_payload(&state.id, body, rest).map_err(missed)?;
             return Ok(Checked::InPlace(header.buffers));
         }
