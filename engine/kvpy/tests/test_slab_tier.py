@@ -477,22 +477,6 @@ def test_an_error_in_a_thread_is_a_failed_job(disk: Disk) -> None:
     assert host.load(KEYS[:3]) == KEYS[:3] and host.store(KEYS[5:7]).success
 
 
-@pytest.mark.parametrize(("policy", "stays"), [("lru", False), ("tiny-lfu", True), ("s3-fifo", True)])
-def test_a_policy_keeps_what_is_asked_for_often(tmp_path: Path, policy: str, stays: bool) -> None:
-    rows = np.zeros((1, 4096), np.int8)
-    slab = Slab(tmp_path, "identity", limit=MIB, row_bytes=4096, policy=policy)
-    assert slab.store([b"often"], rows, [0], deadline=10) == [True]
-    for number in range(30):
-        assert slab.store([b"before %d" % number], rows, [0], deadline=10) == [True]
-        assert slab.load([b"often"], rows, [0], deadline=10) == [None]
-    for number in range(400):
-        slab.store([b"once %d" % number], rows, [0], deadline=10)
-    assert slab.usage()["evicted"] > 100 and slab.contains(b"often") == stays
-    assert slab.close(deadline=10)
-    with pytest.raises(ValueError, match="policy"):
-        Slab(tmp_path, "identity", limit=MIB, row_bytes=4096, policy="random")
-
-
 def test_the_native_calls_check_their_arguments(disk: Disk) -> None:
     slab = Slab(disk.folder, "identity", limit=4 * MIB, row_bytes=64)
     rows = np.zeros((4, 64), np.int8)
