@@ -88,7 +88,7 @@ fn what_was_answered_is_there_after_the_server_was_killed_at_any_moment() {
     let path = folder.path().join("documents.jsonl");
     let args = ["--log", "warn", "--documents", path.to_str().unwrap()];
     let mut clients: Vec<Client> = (0..3).map(|_| Client { possible: vec![None] }).collect();
-    let (mut answered, mut open) = (0, 0);
+    let mut answered = 0;
     for round in 0..25 {
         let mut server = Serving::start(&args);
         let found = texts(&server);
@@ -96,7 +96,6 @@ fn what_was_answered_is_there_after_the_server_was_killed_at_any_moment() {
             let now = found.get(&format!("d{at}")).cloned();
             let bytes = now.as_ref().map(String::len);
             assert!(client.possible.contains(&now), "round {round}, client {at}: {bytes:?} bytes are there");
-            open += client.possible.len() - 1;
             client.possible = vec![now];
         }
         let address = server.address.clone();
@@ -116,7 +115,7 @@ fn what_was_answered_is_there_after_the_server_was_killed_at_any_moment() {
             all.into_iter().map(|client| client.join().unwrap()).sum::<usize>()
         });
     }
-    assert!(answered > 20 && open > 20, "{answered} answers, {open} changes without one");
+    assert!(answered > 20, "{answered} answers");
 }
 
 /// Starts a server whose files may have so many blocks of 512 or 1024 bytes.

@@ -100,7 +100,6 @@ impl RegistrarHandle {
         let (sender, result) = oneshot::channel();
         let span = Span::current();
         let job: Job = Box::new(move |journal| {
-            let waits = waits;
             let result = span.in_scope(|| change(journal));
             drop((guard, waits));
             // The caller may have gone.

@@ -153,9 +153,7 @@ impl ChunkCacheMetrics {
         text.latencies(&TIMES, "cache", caches);
         text.to_string()
     }
-}
 
-impl ChunkCacheMetrics {
     /// Formats the metrics of the tenants of one cache for Prometheus, with their tags as values of the label `tenant`.
     /// The names differ from those of [`prometheus`](Self::prometheus), so that sums over a cache count nothing twice.
     ///

@@ -40,7 +40,7 @@ const PAUSE: Duration = Duration::from_millis(1);
 /// the disk would have nothing to do in the meantime.
 const AT_ONCE: usize = 2;
 
-/// How often the kernel may refuse before a caller goes on.
+/// The number of refusals by the kernel after which a caller goes on.
 const TRIES: usize = 20;
 
 /// A ring, and the thread that waits for it.

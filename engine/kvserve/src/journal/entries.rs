@@ -1,4 +1,4 @@
-//! Which lines of a journal are still needed: the last one of each document that is registered.
+//! The lines of a journal that are still needed: the last one of each document that is registered.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
