@@ -57,8 +57,8 @@ class DiskHost(Host):
     def disk_held(self) -> str | None:
         self.settle()
         side, disk = self.side, self.disk
-        if side.asks.under_way or side.asks.sums or disk.fetches or disk.stores or disk.copying:
-            return f"{side.asks.under_way}, {side.asks.sums}, {disk.fetches}, {disk.stores}, {disk.copying}"
+        if side.asks.under_way or side.asks.sums or disk.reads.fetches or disk.stores or disk.copying:
+            return f"{side.asks.under_way}, {side.asks.sums}, {disk.reads.fetches}, {disk.stores}, {disk.copying}"
         return self.nothing_held()
 
 

@@ -52,6 +52,8 @@ mod sampling;
 mod segment;
 mod slab;
 mod slab_blocks;
+mod slab_load;
+mod slab_rows;
 mod table;
 mod tensor;
 
@@ -87,7 +89,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<sampling::SamplingParams>()?;
     module.add_class::<slab::PySlab>()?;
     module.add_class::<slab_blocks::SlabBlocks>()?;
-    module.add_class::<slab_blocks::SlabLoad>()?;
+    module.add_class::<slab_blocks::BlockLoad>()?;
+    module.add_class::<slab_load::SlabLoad>()?;
+    module.add_class::<slab_rows::RowLoad>()?;
     module.add_class::<lab::NoteQuestion>()?;
     module.add_class::<lab::PyPaired>()?;
     module.add_class::<llm::Llm>()?;

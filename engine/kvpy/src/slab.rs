@@ -4,16 +4,13 @@
 //! each row. A row becomes one record. Calls that read or write the disk wait for it, without Python's lock and
 //! for a limited time, so they belong on threads of their own.
 
-use std::collections::HashSet;
-use std::convert::Infallible;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use kvcore::{BlockKey, DType, KeyScope, Storage};
+use kvcore::{BlockKey, KeyScope};
 use kvtier::io::PAGE;
-use kvtier::{Missed, Record, RecordBuffer, RecordId, Slab, SlabConfig, Stored};
+use kvtier::{Record, RecordId, RecordNote, Slab, SlabConfig, Stored};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -21,16 +18,11 @@ use pyo3::prelude::*;
 use crate::device::ArenaDevice;
 use crate::error::CallError;
 use crate::names::named;
+use crate::slab_rows::{RowLoad, Rows};
 use crate::tensor::ForeignTensor;
-
-/// The number of records that are loaded at once.
-const DEPTH: usize = 8;
 
 /// The number of bytes that are queued before a store waits for the disk.
 const PORTION: usize = 32 << 20;
-
-/// The number of bytes of a row that are copied and then digested.
-const RUN: usize = 64 << 10;
 
 /// The largest row that gets a cell of its own. Larger rows use several cells of the default size.
 const WHOLE: usize = 1 << 20;
@@ -45,65 +37,6 @@ pub(crate) struct PySlab {
     row_bytes: usize,
 }
 
-/// Another engine's rows, in host memory that lives as long as `storage`.
-struct Rows {
-    storage: Arc<dyn Storage>,
-    count: usize,
-    stride: usize,
-    bytes: usize,
-}
-
-impl Rows {
-    /// Imports a table of rows, and checks that the rows `at` exist.
-    fn of(tensor: &ForeignTensor, bytes: usize, at: &[usize]) -> PyResult<Self> {
-        let (&[count, len], &[stride, 1]) = (&*tensor.shape, &*tensor.strides) else {
-            let text = format!("rows must be contiguous bytes; the shape is {:?}", tensor.shape);
-            return Err(PyValueError::new_err(text));
-        };
-        if tensor.dtype != DType::U8 || len != bytes {
-            let text = format!("rows must be {bytes} bytes, not {len} of {:?}", tensor.dtype);
-            return Err(PyValueError::new_err(text));
-        }
-        if let Some(row) = at.iter().find(|&&row| row >= count) {
-            return Err(PyValueError::new_err(format!("row {row} does not exist; there are {count}")));
-        }
-        Ok(Self { storage: Arc::clone(&tensor.storage), count, stride, bytes })
-    }
-
-    /// Returns the address of a row, which `of` has checked.
-    fn row(&self, at: usize) -> *mut u8 {
-        assert!(at < self.count, "row {at} of {}", self.count);
-        (self.storage.address() as usize + at * self.stride) as *mut u8
-    }
-
-    /// Returns a row in memory of the slab.
-    fn read(&self, at: usize, slab: &Slab) -> Vec<RecordBuffer> {
-        // SAFETY: the tensor holds `bytes` initialised bytes at this address while `self` lives. The Python
-        // caller guarantees that nothing writes the row during the call.
-        let row = unsafe { std::slice::from_raw_parts(self.row(at), self.bytes) };
-        let mut buffers = slab.buffers(&[self.bytes]);
-        for buffer in &mut buffers {
-            let Ok(()) = buffer.fill_runs(RUN, |number, run| {
-                run.copy_from_slice(&row[number * RUN..][..run.len()]);
-                Ok::<(), Infallible>(())
-            });
-        }
-        buffers
-    }
-
-    /// Fills a row. Returns false and changes nothing if the contents have another length.
-    fn write(&self, at: usize, contents: &[u8]) -> bool {
-        if contents.len() != self.bytes {
-            return false;
-        }
-        // SAFETY: the tensor holds `bytes` bytes at this address while `self` lives, and was imported for
-        // writing. The Python caller guarantees that nothing else uses the row during the call, and each row
-        // is written by one thread.
-        unsafe { std::ptr::copy_nonoverlapping(contents.as_ptr(), self.row(at), self.bytes) };
-        true
-    }
-}
-
 /// The longest deadline.
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -114,17 +47,6 @@ pub(crate) fn seconds(value: f64) -> PyResult<Duration> {
     valid.ok_or_else(|| PyValueError::new_err(text()))
 }
 
-/// Returns the word for a reason in Python.
-fn reason(missed: &Missed) -> String {
-    match missed {
-        Missed::Absent | Missed::Evicted | Missed::OtherModel | Missed::OtherContext => "absent".to_owned(),
-        Missed::Differs => "differs".to_owned(),
-        Missed::Damaged => "damaged".to_owned(),
-        Missed::Late => "late".to_owned(),
-        Missed::Failed(error) => format!("failed: {error}"),
-    }
-}
-
 /// Returns a name as words. Different names have different words.
 pub(crate) fn words_of(name: &[u8]) -> Vec<u32> {
     let words = name.chunks(4).map(|bytes| {
@@ -133,15 +55,6 @@ pub(crate) fn words_of(name: &[u8]) -> Vec<u32> {
         u32::from_le_bytes(word)
     });
     std::iter::once(name.len() as u32).chain(words).collect()
-}
-
-/// Returns one name per row, or a `ValueError` if the numbers differ.
-fn pairs(names: Vec<Vec<u8>>, at: &[usize]) -> PyResult<Vec<(Vec<u8>, usize)>> {
-    if names.len() != at.len() {
-        let text = format!("{} names and {} rows; each row needs a name", names.len(), at.len());
-        return Err(PyValueError::new_err(text));
-    }
-    Ok(names.into_iter().zip(at.iter().copied()).collect())
 }
 
 #[pymethods]
@@ -186,8 +99,8 @@ impl PySlab {
 
     /// Writes rows and waits until they are on the disk. Returns for each row whether it is. The call gives up if
     /// 32 MiB take longer than `deadline` seconds. The disk goes on with memory of its own, so the rows may be
-    /// used again when the call returns.
-    #[pyo3(signature = (names, rows, at, *, deadline))]
+    /// used again when the call returns. `costs` are the seconds that computing each row took, if they are known.
+    #[pyo3(signature = (names, rows, at, *, deadline, costs = None))]
     fn store(
         &self,
         py: Python<'_>,
@@ -195,35 +108,53 @@ impl PySlab {
         rows: &Bound<'_, PyAny>,
         at: Vec<usize>,
         deadline: f64,
+        costs: Option<Vec<f64>>,
     ) -> PyResult<Vec<bool>> {
         let (slab, limit) = (self.slab()?, seconds(deadline)?);
         let rows = Rows::of(&ForeignTensor::of(rows, &*ArenaDevice::open("cpu")?)?, self.row_bytes, &at)?;
-        let pairs = pairs(names, &at)?;
-        Ok(py.detach(|| self.store_all(&slab, &pairs, &rows, limit)))
+        let costs = costs.unwrap_or_else(|| vec![0.0; at.len()]);
+        if names.len() != at.len() || costs.len() != at.len() {
+            let text = format!(
+                "{} names, {} rows and {} costs; each row needs a name and a cost",
+                names.len(),
+                at.len(),
+                costs.len()
+            );
+            return Err(PyValueError::new_err(text));
+        }
+        let records = names.iter().zip(at).zip(costs).map(|((name, at), cost)| {
+            let cost = Duration::try_from_secs_f64(cost).unwrap_or_default();
+            (self.id(name), RecordNote { cost, ..RecordNote::default() }, at)
+        });
+        let records: Vec<_> = records.collect();
+        Ok(py.detach(|| self.store_all(&slab, &records, &rows, limit)))
     }
 
-    /// Fills rows from the disk. Returns for each row `None`, or the reason why it was not filled: `absent`,
-    /// `differs`, `damaged`, `late`, or `failed` with the system's error. The call gives up if a row takes longer than
-    /// `deadline` seconds. The disk goes on with memory of its own, so the rows may be used again when the call returns.
-    #[pyo3(signature = (names, rows, at, *, deadline))]
-    fn load(
-        &self,
-        py: Python<'_>,
-        names: Vec<Vec<u8>>,
-        rows: &Bound<'_, PyAny>,
-        at: Vec<usize>,
-        deadline: f64,
-    ) -> PyResult<Vec<Option<String>>> {
-        let (slab, limit) = (self.slab()?, seconds(deadline)?);
-        let rows =
-            Rows::of(&ForeignTensor::of_written(rows, &*ArenaDevice::open("cpu")?)?, self.row_bytes, &at)?;
-        if at.iter().collect::<HashSet<_>>().len() < at.len() {
-            return Err(PyValueError::new_err(
-                "a row is named twice; each row can be filled only once in a call",
-            ));
-        }
-        let pairs = pairs(names, &at)?;
-        Ok(py.detach(|| self.load_all(&slab, &pairs, &rows, limit)))
+    /// Returns the number of bytes of the record with this name and the seconds that computing it took (0 if
+    /// that is not known), or `None` if no record with this name is on the disk. Does not read the disk.
+    fn peek(&self, name: &[u8]) -> PyResult<Option<(usize, f64)>> {
+        let listing = self.slab()?.peek(&self.id(name).key);
+        Ok(listing.map(|listing| (listing.bytes, listing.note.cost.as_secs_f64())))
+    }
+
+    /// Starts to load a row, without waiting for the disk.
+    fn begin_load(this: Bound<'_, Self>, name: &[u8]) -> PyResult<Py<RowLoad>> {
+        let own = this.get();
+        let (slab, id) = (own.slab()?, own.id(name));
+        let loading = this.py().detach(|| slab.begin_load(&id));
+        RowLoad::start(this.py(), loading, slab, own.row_bytes)
+    }
+
+    /// Returns the number of seconds in which the disk is expected to read this many bytes, or `None` if it has
+    /// read nothing yet.
+    fn expected(&self, bytes: usize) -> PyResult<Option<f64>> {
+        Ok(self.slab()?.expected(bytes).map(|time| time.as_secs_f64()))
+    }
+
+    /// Counts loads that are skipped, because computing takes less time.
+    fn count_skipped(&self, loads: usize) -> PyResult<()> {
+        self.slab()?.count_skipped(loads);
+        Ok(())
     }
 
     /// Returns what is stored, and what has been done since the folder was opened, by name.
@@ -265,75 +196,33 @@ impl PySlab {
         RecordId { key, tokens, stored_start: 0, label: Arc::clone(&self.identity) }
     }
 
-    fn store_all(&self, slab: &Slab, pairs: &[(Vec<u8>, usize)], rows: &Rows, limit: Duration) -> Vec<bool> {
-        let ids: Vec<RecordId> = pairs.iter().map(|(name, _)| self.id(name)).collect();
-        let queue = |id: &RecordId, at| {
-            slab.contains(&id.key)
-                || slab.store(Record::new(id.clone(), rows.read(at, slab))) != Stored::Dropped
+    fn store_all(
+        &self,
+        slab: &Slab,
+        records: &[(RecordId, RecordNote, usize)],
+        rows: &Rows,
+        limit: Duration,
+    ) -> Vec<bool> {
+        let queue = |(id, note, at): &(RecordId, RecordNote, usize)| {
+            let read = || Record { id: id.clone(), note: *note, buffers: rows.read(*at, slab) };
+            slab.contains(&id.key) || slab.store(read()) != Stored::Dropped
         };
         let count = (PORTION / self.row_bytes.max(1)).max(1);
-        'portions: for portion in ids.iter().zip(pairs).collect::<Vec<_>>().chunks(count) {
-            for &(id, &(_, at)) in portion {
-                if !queue(id, at) {
+        'portions: for portion in records.chunks(count) {
+            for record in portion {
+                if !queue(record) {
                     // The queue may be full of records that an earlier call has given up.
                     if !slab.flush(limit) {
                         break 'portions;
                     }
-                    queue(id, at);
+                    queue(record);
                 }
             }
             if !slab.flush(limit) {
                 break;
             }
         }
-        ids.iter().map(|id| slab.contains(&id.key)).collect()
-    }
-
-    fn load_all(
-        &self,
-        slab: &Slab,
-        pairs: &[(Vec<u8>, usize)],
-        rows: &Rows,
-        limit: Duration,
-    ) -> Vec<Option<String>> {
-        let late = AtomicBool::new(false);
-        let next = AtomicUsize::new(0);
-        let ends: Vec<Mutex<Option<String>>> = pairs.iter().map(|_| Mutex::new(None)).collect();
-        let one = |(name, at): &(Vec<u8>, usize)| -> Option<String> {
-            // A disk that has not answered one request would let the next ones wait as long.
-            if late.load(Ordering::Relaxed) {
-                return Some(reason(&Missed::Late));
-            }
-            let missed = match slab.load(&self.id(name), Instant::now() + limit) {
-                Ok(buffers) => {
-                    let fits = buffers.len() == 1 && rows.write(*at, &buffers[0]);
-                    slab.recycle(buffers);
-                    if fits {
-                        return None;
-                    }
-                    Missed::Differs
-                }
-                Err(missed) => missed,
-            };
-            late.fetch_or(matches!(missed, Missed::Late), Ordering::Relaxed);
-            Some(reason(&missed))
-        };
-        let work = || {
-            while let Some((pair, end)) = {
-                let index = next.fetch_add(1, Ordering::Relaxed);
-                pairs.get(index).zip(ends.get(index))
-            } {
-                *end.lock() = one(pair);
-            }
-        };
-        std::thread::scope(|scope| {
-            for _ in 1..DEPTH.min(pairs.len()) {
-                // Without more threads, this one does all the work.
-                drop(std::thread::Builder::new().spawn_scoped(scope, work));
-            }
-            work();
-        });
-        ends.into_iter().map(Mutex::into_inner).collect()
+        records.iter().map(|(id, ..)| slab.contains(&id.key)).collect()
     }
 
     fn close_within(&self, limit: Duration) -> bool {

@@ -5,18 +5,18 @@
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvchunk::{MissReason, ReplicaDevice};
 use kvcore::{BlockId, KeyForm, WritePairs};
-use kvtier::{Loading, Record, RecordId, RecordNote, Slab, Stored};
-use parking_lot::Mutex;
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use kvtier::{Record, RecordId, RecordNote, Stored};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::arena::Arena;
 use crate::error::CallError;
 use crate::slab::{PySlab, words_of};
+use crate::slab_load::SlabLoad;
 
 /// Records for the blocks of arenas of one shape, in which a block has the same ID.
 ///
@@ -28,12 +28,10 @@ pub(crate) struct SlabBlocks {
     devices: Arc<[ReplicaDevice]>,
 }
 
-/// A record that is being loaded. If it is dropped, nobody waits for it any more.
-#[pyclass(frozen, module = "kvcache._native")]
-pub(crate) struct SlabLoad {
-    own: Mutex<Option<Loading>>,
+/// A record that is being loaded into blocks.
+#[pyclass(frozen, extends = SlabLoad, module = "kvcache._native")]
+pub(crate) struct BlockLoad {
     devices: Arc<[ReplicaDevice]>,
-    slab: Arc<Slab>,
 }
 
 fn blocks_of(devices: &[ReplicaDevice], blocks: Vec<u32>) -> PyResult<Vec<BlockId>> {
@@ -136,11 +134,17 @@ impl SlabBlocks {
     }
 
     /// Starts to load a record, without waiting for the disk.
-    fn begin_load(&self, py: Python<'_>, name: &[u8], tokens: Vec<u32>, start: i64) -> PyResult<SlabLoad> {
+    fn begin_load(
+        &self,
+        py: Python<'_>,
+        name: &[u8],
+        tokens: Vec<u32>,
+        start: i64,
+    ) -> PyResult<Py<BlockLoad>> {
         let slab = self.slab.get().slab()?;
         let id = self.id(name, &tokens, start);
-        let own = py.detach(|| slab.begin_load(&id));
-        Ok(SlabLoad { own: Mutex::new(Some(own)), devices: Arc::clone(&self.devices), slab })
+        let loading = py.detach(|| slab.begin_load(&id));
+        Py::new(py, (BlockLoad { devices: Arc::clone(&self.devices) }, SlabLoad::new(loading, slab)))
     }
 
     /// Counts a miss, and returns why no record with this name is on the disk.
@@ -150,63 +154,26 @@ impl SlabBlocks {
         let missed = self.slab.get().slab()?.why_absent(&id, text_of(text, &tokens));
         Ok(MissReason::from(&missed).name())
     }
-
-    /// Returns the number of seconds in which the disk is expected to read this many bytes, or `None` if it has
-    /// read nothing yet.
-    fn expected(&self, bytes: usize) -> PyResult<Option<f64>> {
-        Ok(self.slab.get().slab()?.expected(bytes).map(|time| time.as_secs_f64()))
-    }
-
-    /// Counts loads that are skipped, because computing takes less time.
-    fn count_skipped(&self, loads: usize) -> PyResult<()> {
-        self.slab.get().slab()?.count_skipped(loads);
-        Ok(())
-    }
 }
 
 #[pymethods]
-impl SlabLoad {
-    /// True if the load has ended.
-    #[getter]
-    fn is_over(&self) -> bool {
-        self.own.lock().as_ref().is_none_or(Loading::is_over)
-    }
-
-    /// The part of the record that the disk has read so far, from 0 to 1.
-    #[getter]
-    fn progress(&self) -> f64 {
-        self.own.lock().as_ref().map_or(1.0, Loading::progress)
-    }
-
-    /// Waits until the load has ended, for at most this many seconds. Returns whether it has.
-    fn wait(&self, py: Python<'_>, seconds: f64) -> bool {
-        let limit = Duration::try_from_secs_f64(seconds).unwrap_or_default().min(Duration::from_secs(60));
-        let wait = || self.own.lock().as_ref().is_none_or(|own| own.wait_until(Instant::now() + limit));
-        py.detach(wait)
-    }
-
-    /// Ends the load, and drops what has arrived. A load that has not ended is counted as late.
-    fn give_up(&self, py: Python<'_>) {
-        let own = self.own.lock().take();
-        py.detach(|| drop(own.map(Loading::end)));
-    }
-
+impl BlockLoad {
     /// Ends the load, and fills blocks of the arenas with the record. Returns `None`, or the reason why the blocks
     /// were not filled; a load that has not ended is late. Nothing else may use the blocks during the call.
-    fn end(&self, py: Python<'_>, blocks: Vec<u32>) -> PyResult<Option<&'static str>> {
-        let blocks = blocks_of(&self.devices, blocks)?;
-        let own = self.own.lock().take();
-        let own = own.ok_or_else(|| PyRuntimeError::new_err("the load was already ended"))?;
-        Ok(py.detach(|| match own.end() {
+    fn end(this: &Bound<'_, Self>, blocks: Vec<u32>) -> PyResult<Option<&'static str>> {
+        let (devices, base) = (&*this.get().devices, this.as_super().get());
+        let blocks = blocks_of(devices, blocks)?;
+        let loading = base.take()?;
+        Ok(this.py().detach(|| match loading.end() {
             Ok(buffers) => {
                 let pairs: Vec<_> = (0..).map(BlockId).zip(blocks.iter().copied()).collect();
                 // Arenas of one shape have as many buffers each.
-                let own = buffers.len() / self.devices.len();
-                let written = self.devices.iter().enumerate().try_for_each(|(i, device)| {
+                let own = buffers.len() / devices.len();
+                let written = devices.iter().enumerate().try_for_each(|(i, device)| {
                     let pairs = WritePairs::unchecked(pairs.clone());
                     device.write(blocks.len(), pairs, &buffers[i * own..(i + 1) * own])
                 });
-                self.slab.recycle(buffers);
+                base.slab.recycle(buffers);
                 written.err().map(|_| MissReason::Failed.name())
             }
             Err(missed) => Some(MissReason::from(&missed).name()),

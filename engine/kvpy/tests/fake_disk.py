@@ -107,7 +107,7 @@ def nothing_held_but_the_disk(engine: Engine) -> None:
     counts = side.prefixes.counts() and side.prefixes.pool.counts()
     assert not counts or (counts["mutable"], counts["shared"]) == (0, 0), f"blocks of prefixes are held: {counts}"
     settle(engine)
-    assert not engine.disk.fetches and not engine.disk.copying and not engine.disk.stores
+    assert not engine.disk.reads.fetches and not engine.disk.copying and not engine.disk.stores
 
 
 class Hanging:

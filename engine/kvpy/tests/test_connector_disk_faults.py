@@ -19,6 +19,7 @@ from fake_disk import LENGTHS, MIB, Disk, Hanging, disk, missed, nothing_held_bu
 from fake_engine import ROW, SIZE, Engine, context
 from killing import killed_after
 from roomy import Roomy
+from slow_disk import Throttled
 from test_pressure import prompt
 
 from kvcache import KvCacheError
@@ -79,7 +80,7 @@ def test_a_truncated_file_is_created_anew(disk: Disk, left: int) -> None:
 
 
 def test_a_disk_that_hangs_delays_requests_by_its_deadline_and_no_step(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.vllm.disk.jobs.REST", 0.5)
+    monkeypatch.setattr("kvcache.vllm.disk.reads.REST", 0.5)
     tokens, plain = prompt(LENGTHS), list(range(300, 360))
     engine = disk.start()
     disk.ask(engine, tokens, chunk_lengths=LENGTHS)
@@ -121,21 +122,21 @@ def test_a_load_that_takes_longer_than_computing_is_skipped(disk: Disk) -> None:
     engine = disk.restart(disk_loads="if-faster")
     # A step took a microsecond per token, and the disk needs a second for anything.
     engine.disk.measured(2000, 2e-3)
-    blocks = engine.disk.blocks[False]
+    slab = engine.disk.slab
 
     class Slow:
         expected = staticmethod(lambda size: 1.0)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(blocks, name)
+            return getattr(slab, name)
 
-    engine.disk.blocks[False] = Slow()
+    engine.disk.slab = Slow()
     said = disk.ask(engine, tokens, chunk_lengths=LENGTHS)
     assert missed(said) == {"0": "slower", "1": "slower", "2": "slower"}
     assert usage(engine, "loads_skipped_slower", "hits") == (3, 0)
     # One of so many is tried all the same, because the disk may have become faster.
     engine.disk.measured(2000, 2e6)
-    skips = engine.disk.skips
+    skips = engine.disk.reads.skips
     assert skips == 1
     engine = disk.restart(disk_loads="if-faster")
     engine.disk.measured(2000, 2e5)
@@ -161,42 +162,6 @@ def test_a_request_stops_waiting_when_giving_up_costs_a_twentieth(disk: Disk) ->
     began = time.monotonic()
     said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
     assert set(missed(said).values()) == {"deadline"} and 0.9 < time.monotonic() - began < 10
-
-
-class Throttled:
-    """A disk that delivers a record every ``seconds`` seconds, and stops after ``count`` records."""
-
-    def __init__(self, own: Any, seconds: float, count: int = 1 << 30) -> None:
-        self.own, self.seconds, self.count, self.free, self.begun = own, seconds, count, 0.0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def begin_load(self, *args: Any) -> Any:
-        began = max(self.free, time.monotonic())
-        self.begun += 1
-        if self.begun > self.count:
-            return SlowLoad(self.own.begin_load(*args), began + 1e9, self.seconds)
-        self.free = began + self.seconds
-        return SlowLoad(self.own.begin_load(*args), began, self.seconds)
-
-
-class SlowLoad:
-    def __init__(self, own: Any, began: float, seconds: float) -> None:
-        self.own, self.began, self.seconds = own, began, seconds
-        self.end, self.give_up = own.end, own.give_up
-
-    @property
-    def progress(self) -> float:
-        return min(max(0.0, (time.monotonic() - self.began) / self.seconds), 1.0)
-
-    @property
-    def is_over(self) -> bool:
-        return self.progress == 1.0 and self.own.is_over
-
-    def wait(self, seconds: float) -> bool:
-        time.sleep(seconds)
-        return self.is_over
 
 
 @pytest.mark.parametrize(("seconds", "found"), [(0.02, 90), (0.5, 90), (3.0, 0)])
@@ -239,7 +204,7 @@ def test_a_disk_that_still_reads_at_the_deadline_is_asked_again(disk: Disk, seco
     engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], seconds, count)
     said = disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
     assert (reused(said), missed(said)) == (50, {"2": "deadline"})
-    assert engine.disk.rest.is_resting() == (later == 0)
+    assert engine.disk.reads.rest.is_resting() == (later == 0)
     settle(engine)
     # The record that nobody waits for is read to its end.
     time.sleep(seconds)

@@ -255,7 +255,7 @@ def test_random_requests_are_answered_as_if_there_were_room(seed: int, monkeypat
     if traffic.has_disk:
         # How much it finds depends on when it is asked.
         assert engine.disk.usage()["misses"] > 0 and engine.disk.usage()["records"] > 0
-        assert not engine.side.asks.under_way and not engine.disk.fetches
+        assert not engine.side.asks.under_way and not engine.disk.reads.fetches
         engine.close()
     HAPPENED.update(traffic.happened)
     if not traffic.has_disk:

@@ -18,49 +18,12 @@ import numpy as np
 import pytest
 import vllm
 from fake_offloading import ROW, ROWS, Connector, Offloading, config_of, contents, key, model_in, vllm_config_of
+from fake_tier import FILE, MIB, Disk, disk, hang  # noqa: F401
 from killing import killed_after
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvcache import KvCacheError
 from kvcache._native import Slab
-
-MIB = 1 << 20
-FILE = "records.kvslab"
-
-
-class Disk:
-    """A folder, and vLLM with a tier in it, which can be restarted."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.model = folder / "disk", model_in(folder / "model")
-        self.open: list[Offloading] = []
-
-    def start(self, limit: Any = "4MiB", config: Any = None, vllm_config: Any = None, row: int = ROW, **settings: Any) -> Offloading:
-        vllm_config = vllm_config or vllm_config_of(self.model)
-        host = Offloading(config or config_of(), vllm_config, row, path=str(self.folder), limit=limit, **settings)
-        self.open.append(host)
-        return host
-
-    def restart(self, **changes: Any) -> Offloading:
-        self.stop()
-        return self.start(**changes)
-
-    def stop(self) -> None:
-        for host in self.open:
-            host.end()
-        self.open.clear()
-
-    @property
-    def file(self) -> Path:
-        return self.folder / FILE
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Any:
-    disk = Disk(tmp_path)
-    yield disk
-    disk.stop()
-
 
 KEYS = [key(number) for number in range(40)]
 
@@ -287,6 +250,7 @@ WRONG = [
     ({"write_deadline": float("inf")}, r"write_deadline is inf"),
     ({"write_deadline": 1e18}, r"write_deadline is 1e\+18: it must be a number of seconds above 0, at most a day"),
     ({"limit": "9999999999TiB"}, r"limit is '9999999999TiB': it must be a number of bytes above 0 that a file can have"),
+    ({"loads": "never"}, r'loads is \'never\': it must be "if-faster" or "always"'),
     ({"version": 3}, r"version is 3: it must be a text"),
     ({"locality": "local"}, r'locality is \'local\': it must be "LOCAL" or "REMOTE"'),
     ({"limt": "1GiB"}, r"unknown setting limt; use limit; the known settings are path, limit, read_deadline"),
@@ -364,32 +328,8 @@ def test_a_disk_that_loses_its_end_fails_the_blocks_there(disk: Disk) -> None:
     assert [block for block in KEYS if block in host.hits(KEYS)] == loaded
 
 
-class Hanging:
-    """A slab whose disk has stopped to answer: each call returns at its deadline, as the native one's does."""
-
-    def __init__(self, own: Slab) -> None:
-        self.own, self.calls = own, 0
-        self.contains, self.touch, self.usage, self.close = own.contains, own.touch, own.usage, own.close
-
-    def load(self, names: list[bytes], rows: Any, at: list[int], *, deadline: float) -> list[str | None]:
-        self.calls += 1
-        time.sleep(deadline)
-        return ["late"] * len(names)
-
-    def store(self, names: list[bytes], rows: Any, at: list[int], *, deadline: float) -> list[bool]:
-        self.calls += 1
-        time.sleep(deadline)
-        return [False] * len(names)
-
-
-def hang(host: Offloading) -> Hanging:
-    hanging = Hanging(host.tier._slab)
-    host.tier._slab = host.tier._jobs.slab = hanging
-    return hanging
-
-
 def test_a_disk_that_hangs_fails_its_jobs_and_is_left_alone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.vllm.disk.jobs.REST", 1.0)
+    monkeypatch.setattr("kvcache.vllm.disk.reads.REST", 1.0)
     host = disk.start(read_deadline=0.5, write_deadline=0.5)
     host.store(KEYS[:10])
     hanging, contexts = hang(host), [host.request() for _ in range(20)]
@@ -400,7 +340,9 @@ def test_a_disk_that_hangs_fails_its_jobs_and_is_left_alone(disk: Disk, monkeypa
     for job in (*jobs, *stores):
         assert not host.wait(job).success
     assert time.monotonic() - began < 3.0, "each job waited for the disk in turn"
-    assert hanging.calls == 2, "one load and one store asked the disk; the others were refused"
+    assert hanging.calls == 21, "the loads waited together; one store asked the disk, and the others were refused"
+    assert hanging.given_up == 20
+    assert not host.wait(host.submit_load([KEYS[0]])).success and hanging.calls == 21, "a disk that hangs is not asked"
     assert host.hits(KEYS[:10]) == [], "a lookup finds nothing on a disk that hangs"
     host.tier._slab = host.tier._jobs.slab = hanging.own
     time.sleep(1.2)
@@ -408,12 +350,12 @@ def test_a_disk_that_hangs_fails_its_jobs_and_is_left_alone(disk: Disk, monkeypa
 
 
 def test_a_block_that_came_too_late_is_not_asked_for_again_by_the_same_request(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.vllm.disk.jobs.REST", 0.0)
+    monkeypatch.setattr("kvcache.vllm.disk.reads.REST", 0.0)
     host = disk.start(read_deadline=0.05)
     host.store(KEYS[:3])
     hanging, context = hang(host), host.request()
-    assert host.load(KEYS[:3], context) == [] and hanging.calls == 1
-    assert host.load(KEYS[:3], context) == [] and hanging.calls == 1, "a request would ask for ever"
+    assert host.load(KEYS[:3], context) == [] and hanging.calls == 3
+    assert host.load(KEYS[:3], context) == [] and hanging.calls == 3, "a request would ask for ever"
     host.tier._slab = host.tier._jobs.slab = hanging.own
     assert host.load(KEYS[:3], context) == [] and host.load(KEYS[:3]) == KEYS[:3]
 
@@ -475,41 +417,6 @@ def test_an_error_in_a_thread_is_a_failed_job(disk: Disk) -> None:
     assert not host.wait(host.submit_store(KEYS[5:7])).success
     host.tier._jobs.table = host.memory
     assert host.load(KEYS[:3]) == KEYS[:3] and host.store(KEYS[5:7]).success
-
-
-def test_the_native_calls_check_their_arguments(disk: Disk) -> None:
-    slab = Slab(disk.folder, "identity", limit=4 * MIB, row_bytes=64)
-    rows = np.zeros((4, 64), np.int8)
-    with pytest.raises(ValueError, match="row 4 does not exist; there are 4"):
-        slab.store([b"a"], rows, [4], deadline=1)
-    with pytest.raises(ValueError, match="2 names and 1 rows"):
-        slab.load([b"a", b"b"], rows, [0], deadline=1)
-    with pytest.raises(ValueError, match="a row is named twice"):
-        slab.load([b"a", b"b"], rows, [0, 0], deadline=1)
-    with pytest.raises(ValueError, match="rows must be 64 bytes, not 32"):
-        slab.load([b"a"], np.zeros((4, 32), np.int8), [0], deadline=1)
-    with pytest.raises(ValueError, match="contiguous"):
-        slab.load([b"a"], np.zeros((4, 64), np.int8).T, [0], deadline=1)
-    with pytest.raises(ValueError, match="deadline is 0"):
-        slab.store([b"a"], rows, [0], deadline=0)
-    with pytest.raises(ValueError, match="deadline is NaN"):
-        slab.close(deadline=float("nan"))
-    with pytest.raises(ValueError, match="at most a day"):
-        slab.load([b"a"], rows, [0], deadline=1e18)
-    read_only = rows.copy()
-    read_only.flags.writeable = False
-    with pytest.raises((ValueError, BufferError)):
-        slab.load([b"a"], read_only, [0], deadline=1)
-    assert slab.store([], rows, [], deadline=1) == [] and slab.load([], rows, [], deadline=1) == []
-    assert slab.load([b"a"], rows, [0], deadline=1) == ["absent"]
-    # Rows may stand apart in memory.
-    apart = np.zeros((8, 128), np.int8)[::2, :64]
-    apart[3] = 7
-    assert slab.store([b"a"], apart, [3], deadline=10) == [True]
-    assert slab.load([b"a"], rows, [1], deadline=10) == [None] and rows[1].tolist() == [7] * 64 and not rows[[0, 2, 3]].any()
-    assert slab.close(deadline=10) and slab.close(deadline=10)
-    with pytest.raises(RuntimeError, match="closed; open the folder again"):
-        slab.contains(b"a")
 
 
 def test_metrics_are_defined_and_add_up(disk: Disk) -> None:

@@ -814,18 +814,31 @@ class Slab:
         """Makes records the last ones to leave, in this order. Does not read the disk."""
 
     def store(
-        self, names: Sequence[bytes], rows: _SupportsDlpack, at: Sequence[int], *, deadline: float
+        self,
+        names: Sequence[bytes],
+        rows: _SupportsDlpack,
+        at: Sequence[int],
+        *,
+        deadline: float,
+        costs: Sequence[float] | None = None,
     ) -> list[bool]:
         """Writes rows and waits. Returns for each row whether it is on the disk. Gives up if 32 MiB take longer
-        than ``deadline`` seconds.
+        than ``deadline`` seconds. ``costs`` are the seconds that computing each row took.
         """
 
-    def load(
-        self, names: Sequence[bytes], rows: _SupportsDlpack, at: Sequence[int], *, deadline: float
-    ) -> list[str | None]:
-        """Fills rows from the disk. Returns for each row ``None``, or the reason why it was not filled. Gives up if
-        a row takes longer than ``deadline`` seconds.
+    def peek(self, name: bytes) -> tuple[int, float] | None:
+        """Returns the bytes of the record with this name, and the seconds that computing it took; None if there is
+        no such record. Does not read the disk.
         """
+
+    def begin_load(self, name: bytes) -> RowLoad:
+        """Starts to load a row, without waiting for the disk."""
+
+    def expected(self, bytes: int) -> float | None:
+        """Returns the seconds in which the disk is expected to read this many bytes, or None if it has read nothing."""
+
+    def count_skipped(self, loads: int) -> None:
+        """Counts loads that are skipped, because computing takes less time."""
 
     def usage(self) -> dict[str, int]: ...
     def flush(self, *, deadline: float) -> bool:
@@ -862,21 +875,14 @@ class SlabBlocks:
     def touch(self, names: Sequence[bytes]) -> int:
         """Makes records the last ones to leave, in this order. Does not read the disk."""
 
-    def begin_load(self, name: bytes, tokens: Sequence[int], start: int) -> SlabLoad:
+    def begin_load(self, name: bytes, tokens: Sequence[int], start: int) -> BlockLoad:
         """Starts to load a record, without waiting for the disk."""
 
     def why_absent(self, name: bytes, tokens: Sequence[int], *, text: bytes | None = None) -> str:
         """Counts a miss, and returns why no record with this name is on the disk."""
 
-    def expected(self, bytes: int) -> float | None:
-        """Returns the seconds in which the disk is expected to read this many bytes, or None if it has read nothing."""
-
-    def count_skipped(self, loads: int) -> None:
-        """Counts loads that are skipped, because computing takes less time."""
-
-@final
 class SlabLoad:
-    """A record that is being loaded."""
+    """A record that is being loaded. If it is dropped, nobody waits for it any more."""
 
     @property
     def is_over(self) -> bool: ...
@@ -890,9 +896,22 @@ class SlabLoad:
     def give_up(self) -> None:
         """Ends the load, and drops what has arrived. A load that has not ended is counted as late."""
 
+@final
+class BlockLoad(SlabLoad):
+    """A record that is being loaded into blocks."""
+
     def end(self, blocks: Sequence[int]) -> str | None:
         """Ends the load, and fills blocks of the arena with the record. Returns None, or the reason why they were not
         filled. A load that has not ended is late.
+        """
+
+@final
+class RowLoad(SlabLoad):
+    """A row that is being loaded."""
+
+    def end(self, rows: _SupportsDlpack, at: int) -> str | None:
+        """Ends the load, and fills a row of a table. Returns None, or the reason why it was not filled. A load that
+        has not ended is late.
         """
 
 def note_decoys() -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache import KvCacheError, Ropes, key_root
 
 from .adapters import stamp_of
-from .disk.settings import check_policy, check_seconds, check_version, folder_of, limit_of
+from .disk.settings import check_loads, check_policy, check_seconds, check_version, folder_of, limit_of
 from .sizes import size_of
 
 if TYPE_CHECKING:
@@ -87,8 +87,7 @@ def _disk(settings: Settings, given: set[str]) -> dict[str, Any]:
     check_seconds("disk_deadline", settings.disk_deadline)
     check_policy("disk_policy", settings.disk_policy)
     check_version("disk_version", settings.disk_version)
-    if settings.disk_loads not in ("if-faster", "always"):
-        raise ValueError(f"disk_loads is {settings.disk_loads!r}: it must be \"if-faster\" or \"always\"")
+    check_loads("disk_loads", settings.disk_loads)
     return {"disk_path": folder_of("disk_path", settings.disk_path), "disk_limit": limit_of("disk_limit", settings.disk_limit)}
 
 

@@ -11,11 +11,14 @@ For the connector, whose chunks and ordinary prompts are in its own host memory:
 For vLLM's own ``OffloadingConnector``:
 
 - ``tier``: ``SlabTier``, which vLLM loads as a secondary tier
-- ``jobs``: the threads that read and write
+- ``jobs``: the blocks to load or to store, and the thread that stores
+- ``loads``: the thread that loads
 - ``cpu``: ``CpuTieringSpec``, with which vLLM offloads on a CPU
 
 For both:
 
+- ``reads``: loads under way, and how long their requests wait
+- ``prefill``: the time that computing takes
 - ``identity``: everything that the bytes of a record depend on apart from its key
 - ``settings``: the settings
 - ``metrics``: the names of what is counted

@@ -1,33 +1,44 @@
-"""The threads of a ``SlabTier``: one loads, one stores, and the scheduler never waits for either."""
+"""The jobs of a ``SlabTier``. One thread loads and one stores, and the scheduler never waits for either."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .loads import JobLoads
+from .reads import Rest
+
 if TYPE_CHECKING:
     from kvcache._native import Slab
 
+    from .prefill import PrefillRate
+    from .settings import SlabSettings
+
 MOST_WAITING = 256 << 20
 """The number of bytes that may wait to be written. While they wait, they occupy host memory of vLLM."""
-REST = 10.0
-"""Seconds for which nobody asks a disk that has not answered in time."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """Blocks to load or to store. ``names[i]`` is the block in the row ``rows[i]`` of vLLM's host memory."""
 
     number: int
     names: list[bytes]
     rows: list[int]
+    tokens: list[int]
+    """The number of tokens that each block adds to those before it."""
     is_load: bool
     request: str
+    lacks: int = 0
+    """For a load, the number of tokens that the request lacks."""
+    costs: list[float] = field(default_factory=list)
+    """For a store, the number of seconds that computing each block took, or 0."""
+    submitted: float = field(default_factory=time.monotonic)
     done: list[bytes] = field(default_factory=list)
     """The blocks that were loaded or stored."""
     reason: str | None = None
@@ -35,29 +46,15 @@ class Job:
     seconds: float = 0.0
 
 
-class Rest:
-    """Leaves a disk alone for a while after it has not answered in time."""
+class Stores:
+    """The thread that stores, one job after another."""
 
-    def __init__(self) -> None:
-        self.until = 0.0
-
-    def is_resting(self) -> bool:
-        return time.monotonic() < self.until
-
-    def begin(self) -> None:
-        self.until = time.monotonic() + REST
-
-
-class Direction:
-    """The jobs of one direction, which one thread works on in their order."""
-
-    def __init__(self, name: str, work: Callable[[Job], None], jobs: Jobs) -> None:
-        self.work, self.jobs = work, jobs
+    def __init__(self, jobs: Jobs) -> None:
+        self.jobs = jobs
         self.waiting: deque[Job | Callable[[], object]] = deque()
         self.rest = Rest()
         self.given_up = False
-        self.thread = threading.Thread(target=self.run, name=f"kvcache-disk-{name}", daemon=True)
-        self.thread.start()
+        self.thread = threading.Thread(target=self.run, name="kvcache-disk-store", daemon=True)
 
     def run(self) -> None:
         while True:
@@ -80,7 +77,7 @@ class Direction:
             job.reason = "vLLM ends"
         else:
             try:
-                self.work(job)
+                self.jobs.store(job)
             except Exception as error:  # A thread that ended would leave all later jobs without a result.
                 job.reason = f"{type(error).__name__}: {error}"
         job.seconds = time.monotonic() - began
@@ -90,19 +87,21 @@ class Direction:
 class Jobs:
     """The jobs of a tier. Every job ends: a disk that does not answer makes it fail."""
 
-    def __init__(self, slab: Slab, table: Any, row_bytes: int, read_deadline: float, write_deadline: float) -> None:
+    def __init__(self, slab: Slab, table: Any, row_bytes: int, settings: SlabSettings, prefill: PrefillRate) -> None:
         self.slab, self.table, self.row_bytes = slab, table, row_bytes
-        self.read_deadline, self.write_deadline = read_deadline, write_deadline
+        self.settings, self.prefill = settings, prefill
         self.changed = threading.Condition()
         self.finished: deque[Job] = deque()
         self.running = 0
         self.bytes_waiting = 0
         self.blocks_refused = 0
         self.closed = False
-        self.loads, self.stores = Direction("load", self._load, self), Direction("store", self._store, self)
+        self.loads, self.stores = JobLoads(self), Stores(self)
+        self.loads.thread.start()
+        self.stores.thread.start()
 
     def submit(self, job: Job) -> None:
-        direction, size = (self.loads, 0) if job.is_load else (self.stores, len(job.names) * self.row_bytes)
+        size = 0 if job.is_load else len(job.names) * self.row_bytes
         with self.changed:
             if self.closed:
                 job.reason = "vLLM ends"
@@ -114,7 +113,7 @@ class Jobs:
                 return
             self.running += 1
             self.bytes_waiting += size
-            direction.waiting.append(job)
+            (self.loads if job.is_load else self.stores).waiting.append(job)
             self.changed.notify_all()
 
     def touch(self, positions: dict[bytes, int]) -> None:
@@ -146,31 +145,23 @@ class Jobs:
             self.changed.wait_for(lambda: self.running == 0)
 
     def close(self) -> None:
-        """Ends both threads. Loads that have not begun fail; stores may take ``write_deadline`` seconds."""
-        self.loads.given_up = True
+        """Ends both threads. Loads fail; stores may take ``write_deadline`` seconds."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
-        self.stores.thread.join(self.write_deadline)
+        self.stores.thread.join(self.settings.write_deadline)
         self.stores.given_up = True
         self.stores.thread.join()
         self.loads.thread.join()
 
-    def _load(self, job: Job) -> None:
-        reasons = self.slab.load(job.names, self.table, job.rows, deadline=self.read_deadline)
-        job.done = [name for name, reason in zip(job.names, reasons, strict=True) if reason is None]
-        counts = Counter(reason for reason in reasons if reason is not None)
-        job.reason = ", ".join(f"{count} {reason}" for reason, count in counts.items()) or None
-        if "late" in reasons:
-            self.loads.rest.begin()
-
-    def _store(self, job: Job) -> None:
-        began = time.monotonic()
-        stored = self.slab.store(job.names, self.table, job.rows, deadline=self.write_deadline)
+    def store(self, job: Job) -> None:
+        """Writes the blocks of a job, and waits for the disk."""
+        began, deadline = time.monotonic(), self.settings.write_deadline
+        stored = self.slab.store(job.names, self.table, job.rows, deadline=deadline, costs=job.costs)
         job.done = [name for name, is_stored in zip(job.names, stored, strict=True) if is_stored]
         if len(job.done) < len(job.names):
             job.reason = "the disk refused, or has no room"
-            if time.monotonic() - began >= self.write_deadline:
+            if time.monotonic() - began >= deadline:
                 job.reason = "the disk did not answer in time"
                 self.stores.rest.begin()
         self.slab.touch(job.names[::-1])

@@ -1,5 +1,11 @@
 """The measured time that computing takes, with which loads are compared."""
 
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 SURE = 1024
 """The number of tokens after which a measurement is relied on. Shorter steps take longer per token."""
 KEPT = 0.75
@@ -28,3 +34,54 @@ class PrefillRate:
             return stored
         own = self._seconds / self._tokens * tokens
         return min(own, stored) if stored and self._all < SURE else own
+
+
+@dataclass(eq=False)
+class FirstStep:
+    """A step in which requests were scheduled for the first time."""
+
+    began: float
+    tokens: int = 0
+    """The tokens that it has computed, as far as their blocks are stored."""
+    ended: float = 0.0
+    """The time when the last of these blocks was there."""
+    steps: int = 0
+    """The number of steps that began after it."""
+
+
+class FirstSteps:
+    """Measures computing by what a secondary tier sees: the steps in which requests begin, and the blocks that such a step
+    leaves. Blocks of later steps are not measured, because most of them contain a token per step.
+    """
+
+    LONGEST = 4
+    """The number of steps after which the blocks of a step are there."""
+
+    def __init__(self, rate: PrefillRate) -> None:
+        self.rate = rate
+        self.steps: dict[str, FirstStep] = {}
+
+    def step(self, new: Iterable[str]) -> None:
+        """Notes that a step begins, with the requests that it schedules for the first time."""
+        for step in set(self.steps.values()):
+            step.steps += 1
+            if step.tokens:
+                self.rate.measured(step.tokens, step.ended - step.began)
+        old = [name for name, step in self.steps.items() if step.tokens or step.steps >= self.LONGEST]
+        for name in old:
+            del self.steps[name]
+        began = FirstStep(time.monotonic())
+        self.steps.update(dict.fromkeys(new, began))
+
+    def stored(self, request: str, tokens: list[int]) -> list[float]:
+        """Notes that vLLM has blocks with this many more tokens each. Returns the number of seconds to compute each, or 0 if it
+        is not known.
+        """
+        count, step = sum(tokens), self.steps.get(request)
+        each = self.rate.cost(1)
+        if step is not None:
+            step.tokens += count
+            step.ended = time.monotonic()
+            # The first prompt of a process is measured by itself.
+            each = each or (step.ended - step.began) / max(step.tokens, 1)
+        return [each * count for count in tokens]

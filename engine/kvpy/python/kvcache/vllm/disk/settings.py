@@ -12,6 +12,7 @@ from ..sizes import size_of
 DAY = 24 * 60 * 60
 EXAMPLES = {"path": "the folder for its records, such as \"/var/lib/kvcache\"", "limit": "the size of its file, such as \"50GiB\""}
 
+LOADS = ("if-faster", "always")
 POLICIES = ("lru", "s3-fifo", "tiny-lfu")
 
 
@@ -23,6 +24,8 @@ class SlabSettings:
     """The size of the file in bytes. It is reserved at once."""
     read_deadline: float = 2.0
     """Seconds that a block may take to be read."""
+    loads: str = "if-faster"
+    """``if-faster``: what is computed sooner is not loaded. ``always``: everything is loaded."""
     write_deadline: float = 30.0
     """Seconds that 32 MiB may take to be written."""
     policy: str = "lru"
@@ -47,11 +50,18 @@ class SlabSettings:
         settings = cls(**{**given, "path": folder_of("path", given["path"]), "limit": limit_of("limit", given["limit"])})
         for name in ("read_deadline", "write_deadline"):
             check_seconds(name, getattr(settings, name))
+        check_loads("loads", settings.loads)
         check_policy("policy", settings.policy)
         check_version("version", settings.version)
         if settings.locality not in (None, "LOCAL", "REMOTE"):
             raise ValueError(f"locality is {settings.locality!r}: it must be \"LOCAL\" or \"REMOTE\"")
         return settings
+
+
+def check_loads(name: str, value: Any) -> None:
+    """Raises ``ValueError`` if a setting does not say what is loaded."""
+    if value not in LOADS:
+        raise ValueError(f"{name} is {value!r}: it must be \"if-faster\" or \"always\"")
 
 
 def check_policy(name: str, value: Any) -> None:

@@ -31,10 +31,11 @@ from ..host import caller_of
 from .identity import identity
 from .jobs import Job, Jobs
 from .metrics import COUNTERS, GAUGES
+from .prefill import FirstSteps, PrefillRate
 from .settings import SlabSettings, check_room
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec, OffloadKey, ReqContext
+    from vllm.v1.kv_offload.base import OffloadingMetricMetadata, OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -69,9 +70,14 @@ class SlabTier(SecondaryTierManager):
         self.folder = os.path.join(chosen.path, *replica)
         self._slab: Slab | None = Slab(self.folder, described, limit=chosen.limit, row_bytes=row_bytes, policy=chosen.policy)
         self._deadline = chosen.write_deadline
+        config = offloading_spec.config
+        self._most_tokens = config.cache.blocks_per_chunk * max(group.tokens_per_block for group in config.groups)
+        """The number of tokens in a block."""
+        prefill = PrefillRate()
+        self._first_steps = FirstSteps(prefill)
         # vLLM frees its host memory after this tier has been shut down, and nothing may refer to it then.
         table = np.asarray(primary_kv_view)
-        self._jobs = Jobs(self._slab, table, row_bytes, chosen.read_deadline, chosen.write_deadline)
+        self._jobs = Jobs(self._slab, table, row_bytes, chosen, prefill)
         self._missed: dict[str, set[OffloadKey]] = {}
         """The blocks that could not be loaded, by request. A request asks for a block only once."""
         self._counts: Counter[str] = Counter()
@@ -80,7 +86,7 @@ class SlabTier(SecondaryTierManager):
         logger.info("SlabTier opened %s: %d blocks of at most %d bytes", self.folder, usage["records"], usage["limit_bytes"])
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if self._slab is None or self._jobs.loads.rest.is_resting() or key in self._missed.get(req_context.req_id, ()):
+        if self._slab is None or self._jobs.loads.reads.rest.is_resting() or key in self._missed.get(req_context.req_id, ()):
             return LookupResult.MISS
         return LookupResult.HIT if self._slab.contains(key) else LookupResult.MISS
 
@@ -92,11 +98,21 @@ class SlabTier(SecondaryTierManager):
 
     def _submit(self, given: TransferJob, is_load: bool) -> None:
         context = given.req_context
-        pairs = list(zip(given.keys, given.chunk_ids.tolist(), strict=True))
         # The keys of a store are a set. The beginning of a prompt comes first, and leaves last.
-        pairs.sort(key=lambda pair: context.get_offload_key_position(pair[0]) or 0)
-        names, rows = [key for key, _ in pairs], [row for _, row in pairs]
-        self._jobs.submit(Job(given.job_id, names, rows, is_load, context.req_id))
+        places = [(context.get_offload_key_position(key) or 0, key, row) for key, row in zip(given.keys, given.chunk_ids.tolist(), strict=True)]
+        places.sort(key=lambda place: place[0])
+        names, rows = [key for _, key, _ in places], [row for _, _, row in places]
+        tokens, before = [], 0
+        for end, _, _ in places:
+            # Groups of layers have blocks of the same tokens.
+            tokens.append(min(self._most_tokens, end - before))
+            before = end
+        job = Job(given.job_id, names, rows, tokens, is_load, context.req_id)
+        if not is_load:
+            job.costs = self._first_steps.stored(context.req_id, tokens)
+        elif places:
+            job.lacks = max(_positions(context).values(), default=0) - (places[0][0] - tokens[0])
+        self._jobs.submit(job)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._result(job) for job in self._jobs.take_finished()]
@@ -127,12 +143,14 @@ class SlabTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._missed.pop(req_context.req_id, None)
         # vLLM has the beginning of a prompt that is asked often, so it never asks for it here.
-        positions = getattr(req_context, "_offload_key_positions", {})
-        if positions:
+        if positions := _positions(req_context):
             self._jobs.touch(dict(positions))
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._jobs.touch({key: req_context.get_offload_key_position(key) or 0 for key in keys})
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._first_steps.step(context.new_req_ids)
 
     def drain_jobs(self) -> None:
         self._jobs.drain()
@@ -168,3 +186,8 @@ class SlabTier(SecondaryTierManager):
                 stats.increase_counter(PREFIX + name, change)
         self._reported = usage or self._reported
         return None if stats.is_empty() else stats
+
+
+def _positions(context: ReqContext) -> dict[OffloadKey, int]:
+    """Returns the number of tokens up to the end of each block of a request."""
+    return getattr(context, "_offload_key_positions", {})

@@ -1,0 +1,56 @@
+//! A record that a disk reads while Python does something else.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvtier::{Loading, Slab};
+use parking_lot::Mutex;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+/// A record that is being loaded. If it is dropped, nobody waits for it any more.
+#[pyclass(frozen, subclass, module = "kvcache._native")]
+pub(crate) struct SlabLoad {
+    own: Mutex<Option<Loading>>,
+    /// Takes the memory of the record back.
+    pub(crate) slab: Arc<Slab>,
+}
+
+impl SlabLoad {
+    pub(crate) fn new(own: Loading, slab: Arc<Slab>) -> Self {
+        Self { own: Mutex::new(Some(own)), slab }
+    }
+
+    /// Returns the load, so that the caller ends it.
+    pub(crate) fn take(&self) -> PyResult<Loading> {
+        self.own.lock().take().ok_or_else(|| PyRuntimeError::new_err("the load was already ended"))
+    }
+}
+
+#[pymethods]
+impl SlabLoad {
+    /// True if the load has ended.
+    #[getter]
+    fn is_over(&self) -> bool {
+        self.own.lock().as_ref().is_none_or(Loading::is_over)
+    }
+
+    /// The part of the record that the disk has read so far, from 0 to 1.
+    #[getter]
+    fn progress(&self) -> f64 {
+        self.own.lock().as_ref().map_or(1.0, Loading::progress)
+    }
+
+    /// Waits until the load has ended, for at most this many seconds. Returns whether it has.
+    fn wait(&self, py: Python<'_>, seconds: f64) -> bool {
+        let limit = Duration::try_from_secs_f64(seconds).unwrap_or_default().min(Duration::from_secs(60));
+        let wait = || self.own.lock().as_ref().is_none_or(|own| own.wait_until(Instant::now() + limit));
+        py.detach(wait)
+    }
+
+    /// Ends the load, and drops what has arrived. A load that has not ended is counted as late.
+    fn give_up(&self, py: Python<'_>) {
+        let own = self.own.lock().take();
+        py.detach(|| drop(own.map(Loading::end)));
+    }
+}
