@@ -52,6 +52,6 @@ pub use io::{DiskIo, FileIo, IoChoice, IoWay};
 pub use known::{Gone, KnownKeys};
 pub use record::{AccountId, Record, RecordId, RecordNote};
 pub use slab::{
-    AccountUsage, Found, InspectedAccount, InspectedScope, Inspection, Listing, Loading, Missed, Slab,
-    SlabConfig, SlabUsage, Stored,
+    AccountUsage, Found, InspectedAccount, InspectedScope, Inspection, Listing, Loading, Missed, OnTime,
+    Slab, SlabConfig, SlabStep, SlabUsage, Stored,
 };

@@ -4,12 +4,14 @@
 mod common;
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::disk::{Dice, Event, TestDisk, on_each_disk};
 use common::{in_slab_memory, load, record, ways};
 use kvtier::io::Direction;
-use kvtier::{DiskIo, Error, Missed, Record, Stored};
+use kvtier::{DiskIo, Error, Missed, Record, SlabStep, Stored};
+use parking_lot::Mutex;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -289,6 +291,34 @@ fn memory_of_late_requests_is_kept_until_they_end() {
         assert_eq!((usage.deadline_exceeded, usage.hits, usage.damaged), (10, 10, 0));
         slab.check_invariants().unwrap();
     });
+}
+
+/// A load that finds nothing takes the disk no time, and is not observed.
+#[test]
+fn the_times_of_loads_and_writes_are_observed() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open().unwrap();
+    let times: Arc<Mutex<Vec<(SlabStep, Duration)>>> = Arc::default();
+    let observer = Arc::clone(&times);
+    slab.observe(Arc::new(move |step, time| observer.lock().push((step, time))));
+    let seen = |step| times.lock().iter().filter(|(seen, _)| *seen == step).count();
+    let stored = record(1, 9_000);
+    slab.store(stored.clone());
+    assert!(slab.flush(PATIENCE));
+    assert_eq!((seen(SlabStep::Load), seen(SlabStep::Write)), (0, 1));
+    load(&slab, &record(2, 9_000).id).unwrap_err();
+    assert_eq!(seen(SlabStep::Load), 0);
+    load(&slab, &stored.id).unwrap();
+    // Records that cannot be read take the disk some time, too.
+    disk.hang();
+    let loading = slab.begin_load(&stored.id);
+    std::thread::sleep(Duration::from_millis(30));
+    disk.state().failing = Some(Direction::Read);
+    disk.go_on();
+    assert!(loading.wait_until(Instant::now() + PATIENCE));
+    loading.end().unwrap_err();
+    assert_eq!((seen(SlabStep::Load), seen(SlabStep::Write)), (2, 1));
+    assert!(times.lock().last().unwrap().1 >= Duration::from_millis(30), "{:?}", times.lock());
 }
 
 #[test]

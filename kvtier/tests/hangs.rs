@@ -174,8 +174,9 @@ fn a_slab_on_a_disk_that_hangs_is_not_opened_and_is_opened_later() {
         assert!(disk.holders() > 1);
         disk.go_on();
     };
-    // The first read; the superblock, and the sync behind it.
+    // The first read; a change of the size; the superblock, and the sync behind it.
     refused(&|| disk.hang());
+    refused(&|| disk.state().hanging_resize = true);
     for after in 0..2 {
         refused(&|| disk.state().hanging_after = Some(after));
     }

@@ -1,12 +1,13 @@
-"""Measures the time to first token inside vLLM on a CPU with the connector's disk throttled, compared with computing.
+"""Measures the time to first token inside vLLM on a CPU with a throttled disk, compared with computing.
 
     python bench_throttled.py MODEL [--speeds 10,50,200] [--processes 3] [--folder FOLDER] [--json FILE]
 
-A process stores a prompt of documents, as chunks and as an ordinary prompt, and one computes both without a disk. For each
-speed in MB/s, another process finds what is stored while the kernel throttles its reads of the disk (a control group, which
-needs root). The first request of each kind counts, and a later one, both with vLLM's own cache and the host memory empty. The
-median over several processes may take at most 1.1 times as long as the same request without a disk: the first one of a process,
-or a later one. Processes of all kinds take turns, because the speed of a machine that others use changes with time.
+A process stores a prompt of documents, and one computes it without a disk. For each speed in MB/s, another process finds what
+is stored while the kernel throttles its reads of the disk (a control group, which needs root). This is done with the disk of
+`ChunkConnector`, for chunks and ordinary prompts, and with `SlabTier` below vLLM's own offloading. The first request of each
+kind counts, and a later one, both with vLLM's own cache and the host memory empty. The median over several processes may take
+at most 1.1 times as long as the same request without a disk: the first one of a process, or a later one. Processes of all kinds
+take turns, because the speed of a machine that others use changes with time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ MOST = 1.1
 ROUNDS = {"stored": 1, "computed": 3}
 """How often each kind of prompt is asked in a process. Those with a throttled disk ask twice."""
 GROUPS = Path("/sys/fs/cgroup")
-KINDS = ("chunks", "ordinary prompt")
+SYSTEMS = {"ChunkConnector": ("chunks", "ordinary prompt"), "SlabTier": ("SlabTier",)}
+"""The kinds of prompts that each system finds."""
 
 
 class Throttle:
@@ -60,11 +62,32 @@ class Throttle:
         self.group.rmdir()
 
 
+def connector_of(args: argparse.Namespace) -> Row:
+    """Returns the connector of a process."""
+    if args.system == "ChunkConnector":
+        disk = {} if args.row == "computed" else {"disk_path": args.folder, "disk_limit": LIMIT}
+        return Row("ChunkConnector", "kvcache.vllm", {"host_memory": "512MiB", "prefix_memory": "512MiB", **disk})
+    if args.row == "computed":
+        return Row()
+    tier = {"type": "SlabTier", "module_path": "kvcache.vllm", "path": args.folder, "limit": LIMIT}
+    spec = {"spec_name": "CpuTieringSpec", "spec_module_path": "kvcache.vllm", "cpu_bytes_to_use": 512 << 20}
+    return Row("OffloadingConnector", None, {**spec, "secondary_tiers": [tier]})
+
+
+def empty(host: Host, system: str) -> None:
+    """Empties vLLM's own cache and the host memory."""
+    if system == "ChunkConnector":
+        forget(host.llm)
+        host.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler.prefixes.pool.clear_cached()
+    else:
+        for _ in range(20):
+            host.settle()
+        assert host.llm.reset_prefix_cache(reset_connector=host.row.connector is not None)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measures one process: without a disk, storing, or finding what is stored in the control group ``args.group``."""
-    disk = {} if args.row == "computed" else {"disk_path": args.folder, "disk_limit": LIMIT}
-    extra = {"host_memory": "512MiB", "prefix_memory": "512MiB", **disk}
-    host = Host(args.model, Row("ChunkConnector", "kvcache.vllm", extra), [])
+    host = Host(args.model, connector_of(args), [])
     draw = random.Random(1)
 
     def text(count: int) -> list[int]:
@@ -75,14 +98,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.group:
         # The model has been read.
         (Path(args.group) / "cgroup.procs").write_text(str(os.getpid()))
-    found: dict[str, Any] = {kind: [] for kind in KINDS}
+    kinds = SYSTEMS[args.system]
+    found: dict[str, Any] = {kind: [] for kind in kinds}
     for _ in range(ROUNDS.get(args.row, 2)):
-        for kind in KINDS:
-            forget(host.llm)
-            prefixes = host.llm.llm_engine.engine_core.engine_core.scheduler.connector._scheduler.prefixes
-            prefixes.pool.clear_cached()
+        for kind in kinds:
+            empty(host, args.system)
             before = host.written()
-            seconds, out = host.ask([*parts, text(QUESTION)], has_chunks=kind == KINDS[0])
+            seconds, out = host.ask([*parts, text(QUESTION)], has_chunks=kind == "chunks")
             found[kind].append((seconds, out.num_cached_tokens or 0))
             if args.row == "stored":
                 host.until_stored(before)
@@ -90,11 +112,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def run(row: str, folder: str, args: argparse.Namespace, group: Path | None = None) -> dict[str, Any]:
+def run(system: str, row: str, folder: Path, args: argparse.Namespace, group: Path | None = None) -> dict[str, Any]:
     """Measures one process."""
     command = [sys.executable, __file__, args.model, "--documents", str(args.documents), "--tokens", str(args.tokens)]
-    command += ["--row", row, "--folder", folder, *(["--group", str(group)] if group else [])]
-    print(row, file=sys.stderr, flush=True)
+    command += ["--system", system, "--row", row, "--folder", str(folder / system), *(["--group", str(group)] if group else [])]
+    print(f"{system}: {row}", file=sys.stderr, flush=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if done.returncode or not lines:
@@ -111,6 +133,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3, help="processes per speed, and without a disk")
     parser.add_argument("--folder", help="the folder below which records are stored; a temporary one by default")
     parser.add_argument("--json", help="a file for all results")
+    parser.add_argument("--only", choices=SYSTEMS, help="the system that is measured; all by default")
+    parser.add_argument("--system", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     parser.add_argument("--group", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -118,16 +142,25 @@ def main() -> None:
         print("ROW " + json.dumps(measure(args)), flush=True)
         return
     speeds = args.speeds.split(",")
-    found: dict[str, list[Any]] = {row: [] for row in ("computed", *speeds)}
+    systems = [system for system in SYSTEMS if args.only in (None, system)]
+    found: dict[str, dict[str, list[Any]]] = {row: {kind: [] for system in systems for kind in SYSTEMS[system]} for row in ("computed", *speeds)}
+
+    def measured(row: str, system: str, group: Path | None = None) -> None:
+        one = run(system, row if group is None else f"a disk of {row} MB/s", Path(folder), args, group)
+        for kind, asked in one.items():
+            found[row][kind].append(asked)
+
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         throttle = Throttle(Path(folder))
         try:
-            run("stored", folder, args)
+            for system in systems:
+                run(system, "stored", Path(folder), args)
             for _ in range(args.processes):
-                found["computed"].append(run("computed", folder, args))
-                for speed in speeds:
-                    throttle.limit(int(float(speed) * 1e6))
-                    found[speed].append(run(f"a disk of {speed} MB/s", folder, args, throttle.group))
+                for system in systems:
+                    measured("computed", system)
+                    for speed in speeds:
+                        throttle.limit(int(float(speed) * 1e6))
+                        measured(speed, system, throttle.group)
                 if args.json:
                     Path(args.json).write_text(json.dumps({"model": args.model, "rows": found}, indent=1))
         finally:
@@ -135,20 +168,20 @@ def main() -> None:
     slow = []
     print("| disk | prompt | first: found | first token | | later: found | first token | |")
     print("|---|---|---|---|---|---|---|---|")
-    for kind in KINDS:
-        computed = medians(found["computed"], kind)
+    for kind in found["computed"]:
+        computed = medians(found["computed"][kind])
         print(f"| none | {kind} | {' | '.join(f'– | {seconds:.2f} s | 1.00' for _, seconds in computed)} |")
         for speed in speeds:
-            rows = [(count, seconds, seconds / alone) for (count, seconds), (_, alone) in zip(medians(found[speed], kind), computed, strict=True)]
+            rows = [(count, seconds, seconds / alone) for (count, seconds), (_, alone) in zip(medians(found[speed][kind]), computed, strict=True)]
             print(f"| {speed} MB/s | {kind} | {' | '.join(f'{count} | {seconds:.2f} s | {ratio:.2f}' for count, seconds, ratio in rows)} |")
             slow += [f"{kind} at {speed} MB/s: {ratio:.2f}" for _, _, ratio in rows if ratio > MOST]
     if slow:
         raise SystemExit(f"slower than {MOST} times computing: {slow}")
 
 
-def medians(processes: list[Any], kind: str) -> list[tuple[int, float]]:
+def medians(processes: list[Any]) -> list[tuple[int, float]]:
     """Returns the tokens that were found and the seconds, of the first request of a process and of the later ones."""
-    asked = [[process[kind][0] for process in processes], [one for process in processes for one in process[kind][1:]]]
+    asked = [[process[0] for process in processes], [one for process in processes for one in process[1:]]]
     return [(round(statistics.median(count for _, count in some)), statistics.median(seconds for seconds, _ in some)) for some in asked]
 
 

@@ -19,6 +19,10 @@ pub struct TierMetrics {
     pub tenants: BTreeMap<String, AccountUsage>,
     /// The times from the start of a prompt's loads until the prompt was looked up.
     pub waits: Latencies,
+    /// The times from the start of a record's load until it was read and checked, or could not be read.
+    pub loads: Latencies,
+    /// The times from the first write of a batch of records until the disk has synced it or failed.
+    pub writes: Latencies,
 }
 
 impl TierMetrics {
@@ -51,15 +55,18 @@ impl TierMetrics {
                 family.sample(&[("tier", tier), ("tenant", tag)], value);
             }
         }
-        text.latencies(&WAITS, "tier", tiers);
+        text.latencies(&TIMES, "tier", tiers);
         text.to_string()
     }
 }
 
-const WAITS: [LatencyColumn<TierMetrics>; 1] =
-    [("kv_tier_wait_seconds", "Time from the start of the loads of a prompt until it was looked up", |m| {
+const TIMES: [LatencyColumn<TierMetrics>; 3] = [
+    ("kv_tier_wait_seconds", "Time from the start of the loads of a prompt until it was looked up", |m| {
         &m.waits
-    })];
+    }),
+    ("kv_tier_load_seconds", "Time to load a record", |m| &m.loads),
+    ("kv_tier_write_seconds", "Time to write and sync a batch of records", |m| &m.writes),
+];
 
 const NUMBERS: [NumberColumn<TierMetrics>; 15] = [
     ("kv_tier_bytes", MetricKind::Gauge, "Bytes that contain records or are set aside", |m| {

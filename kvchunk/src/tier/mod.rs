@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvtier::Slab;
+use kvtier::{Slab, SlabStep};
 
 use crate::metrics::LatencyHistogram;
 use crate::replica::ReplicaDevice;
@@ -65,6 +65,14 @@ pub struct TierLink {
     save_errors: Arc<AtomicU64>,
     accounts: Arc<TierAccounts>,
     waits: Arc<LatencyHistogram>,
+    times: Arc<TierTimes>,
+}
+
+/// The times that the disk takes.
+#[derive(Debug, Default)]
+struct TierTimes {
+    loads: LatencyHistogram,
+    writes: LatencyHistogram,
 }
 
 /// The rule for loading records instead of computing their contents.
@@ -82,6 +90,12 @@ impl TierLink {
     /// Creates a link that loads what is [faster](LoadRule::IfFaster) to load.
     pub fn new(device: ReplicaDevice, slab: Arc<Slab>) -> Self {
         let (staging, skips) = (Staging::new(STAGED_BYTES), Arc::new(AtomicU64::new(1)));
+        let times = Arc::<TierTimes>::default();
+        let observer = Arc::clone(&times);
+        slab.observe(Arc::new(move |step, time| match step {
+            SlabStep::Load => observer.loads.record(time),
+            SlabStep::Write => observer.writes.record(time),
+        }));
         Self {
             device,
             slab,
@@ -92,6 +106,7 @@ impl TierLink {
             save_errors: Arc::default(),
             accounts: Arc::default(),
             waits: Arc::default(),
+            times,
         }
     }
 
@@ -104,6 +119,8 @@ impl TierLink {
             save_errors,
             tenants: self.tenants(),
             waits: self.waits.snapshot(),
+            loads: self.times.loads.snapshot(),
+            writes: self.times.writes.snapshot(),
         }
     }
 }

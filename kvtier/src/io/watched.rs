@@ -9,8 +9,8 @@ use parking_lot::Mutex;
 
 use super::{Direction, DiskIo, IoChoice, IoEnd, IoRequest, OnEnd, Pages};
 
-/// A disk below, with the times at which it was asked to read, to write and to sync. Nothing waits for the answers
-/// here: whoever wants to give up looks at [`oldest`](Self::oldest) or [`oldest_write`](Self::oldest_write).
+/// A disk below, with the times at which it was asked to read, to write, to sync, or about its size. Nothing waits for
+/// the answers here: whoever wants to give up looks at [`oldest`](Self::oldest) or [`oldest_write`](Self::oldest_write).
 #[derive(Debug)]
 pub(crate) struct Watched {
     below: Box<dyn DiskIo>,
@@ -36,6 +36,14 @@ impl Watched {
     /// Watches a disk.
     pub(crate) fn new(below: Box<dyn DiskIo>) -> Self {
         Self { below, requests: Arc::default() }
+    }
+
+    /// Calls the disk, and remembers the call until it has returned.
+    fn watch<T>(&self, direction: Direction, call: impl FnOnce(&dyn DiskIo) -> T) -> T {
+        let number = self.requests.lock().start(direction);
+        let returned = call(&*self.below);
+        self.requests.lock().under_way.remove(&number);
+        returned
     }
 
     /// Returns the time at which the oldest request or sync that has not ended was started.
@@ -75,17 +83,14 @@ impl DiskIo for Watched {
     }
 
     fn size(&self) -> io::Result<u64> {
-        self.below.size()
+        self.watch(Direction::Read, |below| below.size())
     }
 
     fn resize(&self, bytes: u64) -> io::Result<()> {
-        self.below.resize(bytes)
+        self.watch(Direction::Write, |below| below.resize(bytes))
     }
 
     fn sync(&self) -> io::Result<()> {
-        let number = self.requests.lock().start(Direction::Write);
-        let synced = self.below.sync();
-        self.requests.lock().under_way.remove(&number);
-        synced
+        self.watch(Direction::Write, |below| below.sync())
     }
 }

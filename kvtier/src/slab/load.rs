@@ -10,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 
 use super::spares::Spares;
 use super::write::spans;
-use super::{Shared, Slab};
+use super::{Shared, Slab, SlabStep};
 use crate::buffer::RecordBuffer;
 use crate::io::{Direction, DiskIo, IoEnd, IoRequest, PAGE, Pages, Piece};
 use crate::known::Gone;
@@ -399,6 +399,8 @@ struct Place {
     sequence: u64,
     payload: usize,
     runs: Vec<CellRun>,
+    /// The time when the load was started.
+    since: Instant,
 }
 
 impl Shared {
@@ -406,13 +408,15 @@ impl Shared {
     fn place(&self, id: &RecordId) -> Result<Place, Missed> {
         let mut state = self.state.lock();
         let entry = state.hold(&id.key).ok_or(Missed::Absent)?;
-        Ok(Place { sequence: entry.sequence, payload: entry.payload, runs: entry.runs.clone() })
+        let (sequence, payload, runs) = (entry.sequence, entry.payload, entry.runs.clone());
+        Ok(Place { sequence, payload, runs, since: Instant::now() })
     }
 
     /// Ends the reading of a record, which is removed if it cannot be used.
     fn release(&self, place: &Place, id: &RecordId, loaded: &Result<Found, Missed>) {
         let read = if loaded.is_ok() { place.payload } else { 0 };
         self.rates.lock().end(read);
+        self.times.took(SlabStep::Load, place.since.elapsed());
         let mut state = self.state.lock();
         let group = state.release(&id.key, place.sequence);
         match loaded {

@@ -43,6 +43,7 @@ mod rates;
 mod spares;
 mod state;
 mod table;
+mod times;
 mod touch;
 mod turns;
 mod usage;
@@ -56,13 +57,15 @@ use queue::Queue;
 use rates::ReadRates;
 use spares::Spares;
 use state::SlabState;
+use times::Times;
+pub use times::{OnTime, SlabStep};
 use turns::ReadTurns;
 use usage::Counts;
 pub use usage::{AccountUsage, SlabUsage};
 
 use crate::buffer::RecordBuffer;
 use crate::error::{Error, Result};
-use crate::io::{DiskIo, FileIo, IoChoice, IoWay, PAGE, Watched};
+use crate::io::{DiskIo, IoChoice, IoWay, PAGE, Watched};
 use crate::record::{Header, Record};
 
 /// The settings of a slab.
@@ -142,6 +145,7 @@ struct Shared {
     rates: Mutex<ReadRates>,
     turns: ReadTurns,
     spares: Spares,
+    times: Times,
     /// The number of bytes in loads that were given up and that the disk has not answered.
     given_up: AtomicUsize,
 }
@@ -177,14 +181,8 @@ impl Slab {
     /// - Returns [`Error::File`] if the file system refuses, as on a full disk or in a read-only folder, if the disk
     ///   does not answer within [`SlabConfig::write_deadline`], or if [`SlabConfig::io`] is a way of I/O that cannot be used here.
     pub fn open(folder: &Path, scope: BlockKey, config: SlabConfig) -> Result<Self> {
-        if folder.exists() && !folder.is_dir() {
-            return Err(Error::NotAFolder { path: folder.to_owned() });
-        }
-        fs::create_dir_all(folder).map_err(Error::at("cannot create the folder", folder))?;
-        let lock = lock(folder)?;
-        let path = folder.join(Self::FILE);
-        let io = FileIo::open(&path, config.io).map_err(Error::at("cannot open", &path))?;
-        Self::over(Box::new(io), &path, scope, config, Some(lock))
+        let (io, lock) = open::files_within(folder, config)?;
+        Self::over(Box::new(io), &folder.join(Self::FILE), scope, config, Some(lock))
     }
 
     /// Opens or creates a slab in an open file, as [`open`](Self::open) does. Errors contain `path`. `lock` is
@@ -217,6 +215,7 @@ impl Slab {
             turns: ReadTurns::default(),
             // Half of what may wait to be written.
             spares: Spares::new(config.queue_bytes / 2),
+            times: Times::default(),
             given_up: AtomicUsize::new(0),
         });
         let mut this = Self { shared, writers: Vec::new(), lock };
@@ -326,22 +325,6 @@ impl Slab {
 impl Shared {
     fn count(&self, change: impl FnOnce(&mut Counts)) {
         change(&mut self.counts.lock());
-    }
-}
-
-/// Locks the folder for this process, by a file of its own.
-fn lock(folder: &Path) -> Result<fs::File> {
-    let path = folder.join("lock");
-    // Opening a pipe would wait for its reader.
-    if fs::metadata(&path).is_ok_and(|data| !data.is_file()) {
-        return Err(Error::NotAFile { path });
-    }
-    let file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(&path);
-    let file = file.map_err(Error::at("cannot open", &path))?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(fs::TryLockError::WouldBlock) => Err(Error::InUse { path: folder.to_owned() }),
-        Err(fs::TryLockError::Error(error)) => Err(Error::at("cannot lock", &path)(error)),
     }
 }
 

@@ -1,24 +1,57 @@
 //! Opens a slab's file: reads the newest checkpoint, and finds the records that were written after it.
 
 use std::collections::HashSet;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvcore::BlockKey;
 
-use super::SlabConfig;
 use super::geometry::Geometry;
 use super::state::SlabState;
 use super::table::{Listed, Table};
+use super::{Slab, SlabConfig};
 use crate::error::{Error, Result};
-use crate::io::{Direction, DiskIo, IoRequest, PAGE, Pages, RunFault, Watched, run};
+use crate::io::{Direction, DiskIo, FileIo, IoRequest, PAGE, Pages, RunFault, Watched, run};
 use crate::record::{CellRun, Header};
 
 /// The number of headers that are read at once.
 const HEADERS: usize = 256;
+
+/// Opens or creates the files of a folder: that of the records, and the lock, which it takes. If the system has not
+/// answered at the deadline, gives up: a thread closes the files when it has.
+pub(super) fn files_within(folder: &Path, config: SlabConfig) -> Result<(FileIo, File)> {
+    let (since, name) = (Instant::now(), folder.to_owned());
+    let left = || config.write_deadline.saturating_sub(since.elapsed());
+    within("cannot open", folder, left, move || {
+        if name.exists() && !name.is_dir() {
+            return Err(Error::NotAFolder { path: name });
+        }
+        fs::create_dir_all(&name).map_err(Error::at("cannot create the folder", &name))?;
+        let lock = lock(&name)?;
+        let path = name.join(Slab::FILE);
+        let io = FileIo::open(&path, config.io).map_err(Error::at("cannot open", &path))?;
+        Ok((io, lock))
+    })
+}
+
+/// Locks the folder for this process, by a file of its own.
+fn lock(folder: &Path) -> Result<File> {
+    let path = folder.join("lock");
+    // Opening a pipe would wait for its reader.
+    if fs::metadata(&path).is_ok_and(|data| !data.is_file()) {
+        return Err(Error::NotAFile { path });
+    }
+    let file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(&path);
+    let file = file.map_err(Error::at("cannot open", &path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => Err(Error::InUse { path: folder.to_owned() }),
+        Err(fs::TryLockError::Error(error)) => Err(Error::at("cannot lock", &path)(error)),
+    }
+}
 
 /// Opens or creates the file of a slab, as [`opened`] does. If the disk has not ended a request at its deadline,
 /// gives up: a thread holds the file and its lock until the disk has answered.
@@ -29,32 +62,46 @@ pub(super) fn open_within(
     config: SlabConfig,
     lock: &Arc<Option<File>>,
 ) -> Result<(Geometry, SlabState)> {
-    let (ends, ended) = mpsc::channel();
     let (file, lock, name) = (Arc::clone(io), Arc::clone(lock), path.to_owned());
-    let open = move || {
+    let left = || {
+        let waited = io.oldest().map(|since| since.elapsed());
+        config.write_deadline.saturating_sub(waited.unwrap_or_default())
+    };
+    within("cannot read", path, left, move || {
         let opened = opened(&file, &name, scope, config);
         drop((file, lock));
+        opened
+    })
+}
+
+/// Does `work` on a thread, and returns its result. Gives up as soon as no time is left: the thread goes on, and
+/// drops its result.
+fn within<T: Send + 'static>(
+    action: &'static str,
+    path: &Path,
+    left: impl Fn() -> Duration,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (ends, ended) = mpsc::channel();
+    let work = move || {
         // Nobody listens if the disk was late.
-        let _ = ends.send(opened);
+        let _ = ends.send(work());
     };
-    let thread = std::thread::Builder::new().name("kvtier-open".to_owned()).spawn(open);
+    let thread = std::thread::Builder::new().name("kvtier-open".to_owned()).spawn(work);
     let thread = thread.map_err(Error::at("cannot start a thread that opens", path))?;
     loop {
-        let left = io.oldest().map_or(config.write_deadline, |since| {
-            config.write_deadline.saturating_sub(since.elapsed()).max(Duration::from_millis(1))
-        });
+        let left = left();
+        if left.is_zero() {
+            let late = io::Error::new(io::ErrorKind::TimedOut, "the disk does not answer");
+            return Err(Error::at(action, path)(late));
+        }
         match ended.recv_timeout(left) {
-            Ok(opened) => return opened,
+            Ok(result) => return result,
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 // Only a panic ends the thread without an answer.
                 let panic = thread.join().err().unwrap_or_else(|| Box::new("the thread ended"));
                 std::panic::resume_unwind(panic);
-            }
-            Err(mpsc::RecvTimeoutError::Timeout) => {
-                if io.oldest().is_some_and(|since| since.elapsed() >= config.write_deadline) {
-                    let late = io::Error::new(io::ErrorKind::TimedOut, "the disk does not answer");
-                    return Err(Error::at("cannot read", path)(late));
-                }
             }
         }
     }
@@ -72,6 +119,13 @@ fn opened(io: &Watched, path: &Path, scope: BlockKey, config: SlabConfig) -> Res
     let kept = known.and_then(|known| known.grown(config.limit));
     let kept = kept.filter(|kept| 2 * kept.file_bytes() >= wanted.file_bytes());
     let geometry = kept.unwrap_or(wanted);
+    // Nothing is given up before there is room for what replaces it.
+    let grown = if geometry.file_bytes() > size { io.resize(geometry.file_bytes()) } else { Ok(()) };
+    if let Err(full) = grown {
+        // What was reserved before the disk was full is of no use. The first error is the one to report.
+        let _ = io.resize(size);
+        return Err(Error::at("cannot reserve the disk tier's limit in", path)(full));
+    }
     let emptied = if kept.is_some() { Ok(()) } else { io.resize(0) };
     let resized = emptied.and_then(|()| io.resize(geometry.file_bytes()));
     resized.map_err(Error::at("cannot reserve the disk tier's limit in", path))?;
@@ -194,4 +248,29 @@ fn headers(io: &dyn DiskIo, geometry: Geometry, cells: &HashSet<u32>) -> io::Res
         found.extend(read);
     }
     Ok(found)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_system_that_does_not_answer_is_an_error() {
+        let (go_on, waits) = mpsc::channel::<()>();
+        let (dropped, ended) = mpsc::channel::<()>();
+        let since = Instant::now();
+        let left = || Duration::from_millis(50).saturating_sub(since.elapsed());
+        let late = within("cannot open", Path::new("folder"), left, move || {
+            waits.recv().unwrap();
+            Ok(dropped)
+        });
+        let late = late.unwrap_err().to_string();
+        assert!(late.contains("cannot open folder: the disk does not answer"), "{late}");
+        // The thread drops what it has opened as soon as the system answers.
+        go_on.send(()).unwrap();
+        assert_eq!(ended.recv(), Err(mpsc::RecvError));
+        let answer = within("cannot open", Path::new("folder"), || Duration::from_secs(20), || Ok(7));
+        assert_eq!(answer.unwrap(), 7);
+    }
 }

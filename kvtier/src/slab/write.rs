@@ -6,7 +6,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::RwLockWriteGuard;
 
@@ -16,7 +16,7 @@ use super::open::write;
 use super::queue::batch_record;
 use super::state::NoCells;
 use super::table::Listed;
-use super::{Group, Shared};
+use super::{Group, Shared, SlabStep};
 use crate::buffer::RecordBuffer;
 use crate::digest::PayloadDigest;
 use crate::io::{DiskIo, PAGE, Pages, Piece, Window, WriteGroup};
@@ -155,8 +155,9 @@ impl Shared {
         if batch.is_empty() {
             return;
         }
-        let mut used = Vec::new();
+        let (mut used, since) = (Vec::new(), Instant::now());
         let written = self.write_records(number, &mut batch, &mut used).and_then(|()| self.io.sync());
+        self.times.took(SlabStep::Write, since.elapsed());
         let records: Vec<_> = batch.iter().map(|placed| (placed.record.id.key, placed.payload)).collect();
         let mut state = self.state.lock();
         // Both are locked, so that a record is always waiting or stored until it is dropped.

@@ -46,6 +46,8 @@ pub(crate) struct TestState {
     hanging: Option<Vec<(usize, IoRequest, OnEnd)>>,
     /// The number of writes and syncs after which all writes and syncs hang.
     pub(crate) hanging_after: Option<usize>,
+    /// True if the disk does not answer when it is resized.
+    pub(crate) hanging_resize: bool,
     /// True if syncs fail. What was written is on the disk all the same.
     pub(crate) failing_syncs: bool,
     /// The length of writes that fail although others do not.
@@ -176,6 +178,7 @@ impl TestDisk {
     pub(crate) fn go_on(&self) {
         let mut state = self.state();
         state.hanging_after = None;
+        state.hanging_resize = false;
         let hanging = state.hanging.take().unwrap_or_default();
         drop(state);
         for (index, request, on_end) in hanging {
@@ -250,6 +253,9 @@ impl DiskIo for TestDisk {
     }
 
     fn resize(&self, bytes: u64) -> io::Result<()> {
+        while self.state().hanging_resize {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         self.below.resize(bytes)
     }
 
