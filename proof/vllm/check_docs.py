@@ -289,6 +289,14 @@ class Checks:
     def pause(self) -> None:
         self.equal("vLLM pauses, and goes on", self.page.run("pause"), self.page.printed["pause"].splitlines())
 
+    def disk(self, port: int) -> None:
+        """A prompt is computed, and found after a restart."""
+        command, found = self.page.next("disk"), []
+        for number in range(2):
+            with server(command, port):
+                found += self.page.run("again") if number == 0 else output(["bash", "-euo", "pipefail", "-c", self.page.blocks["again"]])
+        self.equal("the page shows what a restart finds", found, self.page.printed["again"].splitlines())
+
     def wrong(self) -> None:
         self.equal("wrong parts are named", self.page.run("wrong"), self.page.printed["wrong"].splitlines())
 
@@ -365,6 +373,7 @@ def main() -> None:
             checks.documents_of_a_chat(port)
             if args.fresh:
                 checks.client_alone(Path(home))
+        checks.disk(port)
         checks.offline(over_http)
         checks.check()
     checks.equal("no block is left", page.left, [])

@@ -17,10 +17,11 @@ use super::{Popularity, RagWorkload, TtftRow, TtftTarget};
 use crate::error::{Error, Result};
 
 /// The speeds of throttled disks, in bytes per second, with the names of the first prompt and of later ones.
-const SPEEDS: [(f64, [&str; 2]); 3] = [
+const SPEEDS: [(f64, [&str; 2]); 4] = [
     (200e6, ["on a disk of 200 MB/s, first prompt", "on a disk of 200 MB/s, later prompts"]),
     (50e6, ["on a disk of 50 MB/s, first prompt", "on a disk of 50 MB/s, later prompts"]),
     (10e6, ["on a disk of 10 MB/s, first prompt", "on a disk of 10 MB/s, later prompts"]),
+    (5e6, ["on a disk of 5 MB/s, first prompt", "on a disk of 5 MB/s, later prompts"]),
 ];
 
 /// The targets for documents on a disk: against a full prefill with the disk as it is, and against computing the
