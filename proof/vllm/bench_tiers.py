@@ -1,15 +1,17 @@
 """Compares the disks below vLLM on a CPU: how soon an answer begins after a restart, what was found, and what was written.
 
-    python bench_tiers.py MODEL [--documents 5] [--tokens 512] [--restarts 1] [--json FILE]
+    python bench_tiers.py MODEL [--documents 5] [--tokens 512] [--restarts 3] [--json FILE]
 
 Rows are vLLM without a connector, vLLM's own file tier and `SlabTier` (both below vLLM's host memory, which
 `CpuTieringSpec` copies on a CPU), the connector's disk for ordinary prompts and for chunks, and LMCache's server with its
 backend `raw_block`, if it is installed. A process stores a prompt of documents. After
 each restart, with vLLM's memory and the page cache cold, another process asks for the documents again, with a new question:
 first in the same order, then in another one. For chunks, both orders are other ones. Answers of eight tokens must equal those
-of a full prefill, and for chunks those before the restart. The best of all restarts counts, which is one by default.
+of a full prefill, and for chunks those before the restart. The best of all restarts counts, and of as many processes without a disk; for ordinary prompts in another order, the first one.
 
-`stored` is the time from the first token until the last byte is written. LMCache's server is restarted as well. LMCache 0.5.6
+`stored` is the time from the first token until the last byte is written. The last row is the time in which eight threads read
+the bytes of `SlabTier`'s records from the same disk, directly and into memory that they use again: the least that any disk tier
+could take. LMCache's server is restarted as well. LMCache 0.5.6
 runs without CUDA after `pip install --no-deps lmcache==0.5.6 lmcache-rust-raw-block-io==0.5.7rc2 aiofile caio aiofiles awscrt
 nvtx redis sortedcontainers opentelemetry-exporter-prometheus==0.60b1 grpcio-observability==1.78.0` in vLLM's environment.
 """
@@ -17,9 +19,13 @@ nvtx redis sortedcontainers opentelemetry-exporter-prometheus==0.60b1 grpcio-obs
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import importlib.util
 import json
+import mmap
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -39,6 +45,7 @@ from bench_disk import ANSWER, QUESTION, SYSTEM, forget
 from bench_prefix import BLOCK, ENGINE, hide_llvmlite, server
 
 FULL, FILES, SLAB = "no disk (full prefill)", "vLLM's file tier", "SlabTier"
+DIRECT = "direct reads of the same bytes"
 PROMPTS, CHUNKS, RAW = "the connector's disk, ordinary prompts", "the connector's disk, chunks", "LMCache's server, raw_block"
 PAIRS = [(own, peer) for own in (SLAB, PROMPTS, CHUNKS) for peer in (FILES, RAW)]
 """Rows of ours, each with a row that it is compared with."""
@@ -210,6 +217,30 @@ def drop_pages(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def direct(file: Path, size: int) -> float:
+    """Returns the number of seconds in which eight threads read this many bytes of a file, directly."""
+    piece, threads = 2 << 20, 8
+    own = os.open(file, os.O_RDONLY | os.O_DIRECT)
+    offsets = queue.SimpleQueue[int]()
+    for offset in range(0, min(size, file.stat().st_size), piece):
+        offsets.put(offset)
+
+    def read(memory: mmap.mmap) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                os.preadv(own, [memory], offsets.get_nowait())
+
+    memories = [mmap.mmap(-1, piece) for _ in range(threads)]
+    for memory in memories:
+        memory.write(bytes(piece))
+    began = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, memories))
+    seconds = time.perf_counter() - began
+    os.close(own)
+    return seconds
+
+
 def run(name: str, row: Row, folder: Path, args: argparse.Namespace, *, stores: bool) -> dict[str, Any]:
     """Measures one row in a new process, with a new server if it has one."""
     command = [sys.executable, __file__, args.model, "--documents", str(args.documents), "--tokens", str(args.tokens)]
@@ -244,14 +275,17 @@ def compare(name: str, row: Row, args: argparse.Namespace, progress: Callable[[s
             progress(f"{name}: stores")
             found = run(name, row, folder, args, stores=True)
             found["disk"] = on_disk(folder)
-        for number in range(args.restarts if row.connector is not None else 1):
+        for number in range(args.restarts):
             progress(f"{name}: asks, {number + 1}")
             drop_pages(folder)
             one = run(name, row, folder, args, stores=False)
             found["answers"] = found.get("answers") or one["answers"]
             if one["answers"] != found["answers"]:
                 found["wrong"] = f"{one['answers']} and {found['answers']}"
-            for which in ("again", "other"):
+            if name == SLAB:
+                found["direct"] = min(found.get("direct", 1e9), direct(folder / "records.kvslab", found["written"]))
+            # An ordinary prompt in another order is stored now, and would be found after the next restart.
+            for which in ("again", "other") if number == 0 or row.has_chunks or row.connector is None else ("again",):
                 found[which] = min(found.get(which, one[which]), one[which])
                 found[f"{which}_tokens"] = min(found.get(f"{which}_tokens", 1 << 60), one[f"{which}_tokens"])
     return found
@@ -270,6 +304,8 @@ def table(found: dict[str, dict[str, Any]], tokens: int) -> list[str]:
             times[0] = f"(another order) {times[0]}"
         stored = f"{one['stored']:.2f} s | {one['written'] / (1 << 20):.0f} MiB" if "stored" in one else "– | –"
         lines.append(f"| {name} | {' | '.join(times)} | {stored} |")
+    if (slab := found.get(SLAB)) is not None:
+        lines.append(f"| {DIRECT} | – | {slab['direct']:.2f} s | – | – | – | {slab['written'] / (1 << 20):.0f} MiB |")
     return lines
 
 
@@ -284,7 +320,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--documents", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--restarts", type=int, default=1)
+    parser.add_argument("--restarts", type=int, default=3)
     parser.add_argument("--folder", help="the folder below which records are stored; a temporary one by default")
     parser.add_argument("--only", action="append", help="a row that is measured besides the full prefill; all by default")
     parser.add_argument("--json", help="a file for all results")

@@ -22,8 +22,8 @@ def computed(host: Offloading, keys: list[bytes], seconds: float) -> None:
     """Has vLLM compute blocks in the first step of a request, and store them."""
     context = host.request(keys)
     schedule(host, context.req_id)
-    (step,) = set(host.tier._first_steps.steps.values())
-    step.began -= seconds
+    host.tier._first_steps.steps[context.req_id].began -= seconds
+    schedule(host)
     host.store(keys, context)
     schedule(host)
 
@@ -124,38 +124,51 @@ def test_a_load_that_hangs_does_not_hold_up_another(disk: Disk) -> None:
     assert not result.success and set(result.successful_keys) == set(KEYS[1:3]), "what has arrived is used"
 
 
-def test_steps_are_measured_by_the_blocks_that_they_leave() -> None:
-    rate = PrefillRate()
-    steps = FirstSteps(rate)
+class Clock:
+    """The steps of vLLM, with their times."""
 
-    def step(*new: str, seconds: float = 0.0) -> None:
-        steps.step(new)
-        for one in set(steps.steps.values()):
-            one.began -= seconds
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, under_way: int) -> None:
+        self.now, self.rate = 100.0, PrefillRate()
+        monkeypatch.setattr("kvcache.vllm.disk.prefill.time.monotonic", lambda: self.now)
+        self.steps = FirstSteps(self.rate, under_way)
 
-    step("a", "b", seconds=2.0)
-    assert sum(steps.stored("a", [200, 0, 400])) >= 2.0, "the first blocks of a process are measured by themselves"
-    assert rate.cost(100) == 0.0, "the step has not ended"
-    (seconds,) = steps.stored("b", [1400])
-    assert 1.4 <= seconds < 1.5
-    step()
-    assert 0.1 <= rate.cost(100) < 0.11
+    def step(self, *new: str, after: float = 0.0) -> None:
+        """Begins a step, so many seconds after the one before."""
+        self.now += after
+        self.steps.step(new)
+
+
+def test_steps_are_measured_by_the_blocks_that_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 1)
+    rate, stored = clock.rate, clock.steps.stored
+    clock.step("a", "b")
+    # The next step takes much longer, and vLLM tells of the blocks only after it.
+    clock.step("c", after=2.0)
+    clock.now += 50.0
+    assert sum(stored("a", [200, 0, 400])) == pytest.approx(2.0), "the first blocks of a process are measured by themselves"
+    assert rate.cost(100) == 0.0
+    assert stored("b", [1400]) == pytest.approx([1.4])
+    clock.step()
+    assert rate.cost(100) == pytest.approx(0.1)
     # A block that is full after many steps of one token says nothing about a prefill.
-    (seconds,) = steps.stored("a", [100])
-    assert 0.1 <= seconds < 0.11
-    step()
-    assert 0.1 <= rate.cost(100) < 0.11 and not steps.steps
-    # vLLM may hear of a store a step later.
-    step("c", seconds=8.0)
-    step()
-    steps.stored("c", [2000])
-    step()
-    assert rate.cost(100) > 0.2
+    assert stored("a", [100]) == pytest.approx([0.1])
+    clock.step()
+    assert rate.cost(100) == pytest.approx(0.1)
     # A request whose blocks all were known is forgotten.
-    step("d")
     for _ in range(FirstSteps.LONGEST):
-        step()
-    assert not steps.steps
+        clock.step()
+    assert not clock.steps.steps
+
+
+def test_steps_that_overlap_are_measured_to_their_own_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 2)
+    clock.step("a")
+    # vLLM begins a step while the one before is still running.
+    clock.step(after=0.001)
+    clock.step("b", after=3.999)
+    assert clock.steps.stored("a", [2000]) == pytest.approx([4.0])
+    clock.step(after=9.0)
+    assert clock.rate.cost(100) == pytest.approx(0.2)
 
 
 def test_a_request_that_waits_when_vllm_ends_fails_at_once(disk: Disk) -> None:

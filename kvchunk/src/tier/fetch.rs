@@ -11,12 +11,10 @@ use kvtier::{Found, Loading, RecordId, RecordNote};
 use parking_lot::Mutex;
 
 use super::early::Early;
+use super::patience::{Awaited, gives_up};
 use super::staging::Staged;
 use super::{LoadRule, MissReason, TierLink};
 use crate::metrics::LatencyHistogram;
-
-/// The part of the time to compute everything that a request may lose by waiting for a disk.
-const MOST_LOST: f64 = 0.05;
 
 /// One of so many loads is tried, although it was expected to be slower than computing, because the disk may
 /// have become faster.
@@ -54,6 +52,8 @@ pub struct TierFetch {
     rule: LoadRule,
     /// The time to compute everything that is being loaded, or `None` if it is not known.
     cost: Option<Duration>,
+    /// The number of bytes that are being loaded.
+    bytes: usize,
     /// The memory of the records, given back when this value is dropped.
     staged: Option<Staged>,
     waits: Arc<LatencyHistogram>,
@@ -113,6 +113,7 @@ impl TierLink {
             since: Instant::now(),
             rule: self.rule,
             cost,
+            bytes,
             staged,
             waits: Arc::clone(&self.waits),
         })
@@ -141,20 +142,21 @@ impl TierFetch {
     /// than the [rule](LoadRule) allows. Never blocks.
     pub fn is_over(&self) -> bool {
         let records = self.records.lock();
-        let left = records.values().filter_map(|part| match part {
-            Part::Loading(loading, cost) if !loading.is_over() => Some(*cost),
+        let awaited = self.order.iter().filter_map(|key| match records.get(key)? {
+            Part::Loading(loading, cost) if !loading.is_over() => {
+                Some(Awaited { cost: *cost, bytes: loading.bytes(), progress: loading.progress() })
+            }
             _ => None,
         });
-        let (count, left) = left.fold((0, Duration::ZERO), |(count, sum), cost| (count + 1, sum + cost));
-        if count == 0 {
+        let awaited: Vec<Awaited> = awaited.collect();
+        if awaited.is_empty() {
             return true;
         }
         let waited = self.since.elapsed();
         match (self.rule, self.cost) {
             (LoadRule::Always(patience), _) => waited >= patience,
             (LoadRule::IfFaster, None) => waited >= super::PATIENCE,
-            // If the prompt stopped waiting now, it would compute what is left.
-            (LoadRule::IfFaster, Some(cost)) => waited + left >= cost.mul_f64(1.0 + MOST_LOST),
+            (LoadRule::IfFaster, Some(cost)) => gives_up(waited, cost, self.bytes, &awaited),
         }
     }
 

@@ -25,6 +25,7 @@ mod fetch;
 mod lookup;
 mod metrics;
 mod missed;
+mod patience;
 mod portable;
 mod prefill;
 mod prefix;

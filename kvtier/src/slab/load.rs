@@ -146,6 +146,11 @@ impl Loading {
         matches!(self.0.ended.lock().loaded, Some(Ok(_)))
     }
 
+    /// Returns the number of bytes that are read, or 0 if there is no record.
+    pub fn bytes(&self) -> usize {
+        self.0.bytes
+    }
+
     /// Returns the part of the record that the disk has read so far, from 0 to 1. Never blocks.
     pub fn progress(&self) -> f64 {
         let requests = self.0.requests.load(Ordering::Relaxed);

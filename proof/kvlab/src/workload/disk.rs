@@ -71,12 +71,14 @@ pub fn disk_rows(
         (request.full_attention, request.reuse) = (full, !full);
         Ok(engine.generate(&request, &mut ())?.ttft)
     };
-    let median = |engine: &mut Engine, full: bool| -> Result<Duration> {
-        let mut times = (0..RUNS).map(|_| ttft(engine, full)).collect::<Result<Vec<_>>>()?;
+    let median = |mut times: Vec<Duration>| {
         times.sort_unstable();
-        Ok(times[RUNS / 2])
+        times[times.len() / 2]
     };
-    let (full, computed) = (median(engine, true)?, median(engine, false)?);
+    let several = |engine: &mut Engine, full: bool| -> Result<Duration> {
+        Ok(median((0..RUNS).map(|_| ttft(engine, full)).collect::<Result<_>>()?))
+    };
+    let full = several(engine, true)?;
     let row = |what, took, limit, limit_took, target| TtftRow {
         what,
         tokens,
@@ -92,20 +94,27 @@ pub fn disk_rows(
     }
     // The first load measures the disk.
     ttft(engine, false)?;
-    let found = median(engine, false)?;
+    let found = several(engine, false)?;
     let mut rows = vec![row("found on the disk", found, "full prefill", full, TARGETS[0])];
+    let path = folder.join(Slab::FILE);
     for (speed, [first, later]) in SPEEDS {
-        let path = folder.join(Slab::FILE);
-        // Each disk is opened after the one before it is closed.
-        engine.close_disk();
-        let file = FileIo::open(&path, None).map_err(|source| Error::Disk { path: path.clone(), source })?;
-        let disk = Box::new(Throttled::new(file, speed));
-        let config = SlabConfig { limit, ..SlabConfig::default() };
-        engine.use_disk(|scope| Slab::over(disk, &path, scope, config, None))?;
-        let took = ttft(engine, false)?;
-        rows.push(row(first, took, "computed without a disk", computed, TARGETS[1]));
-        let took = median(engine, false)?;
-        rows.push(row(later, took, "computed without a disk", computed, TARGETS[1]));
+        let mut times = [const { Vec::new() }; 3];
+        // In turns, because the speed of a machine that others use changes with time.
+        for _ in 0..RUNS {
+            engine.close_disk();
+            times[0].push(ttft(engine, false)?);
+            let file =
+                FileIo::open(&path, None).map_err(|source| Error::Disk { path: path.clone(), source })?;
+            let disk = Box::new(Throttled::new(file, speed));
+            let config = SlabConfig { limit, ..SlabConfig::default() };
+            engine.use_disk(|scope| Slab::over(disk, &path, scope, config, None))?;
+            times[1].push(ttft(engine, false)?);
+            times[2].push(ttft(engine, false)?);
+        }
+        let [computed, first_took, later_took] = times.map(median);
+        for (what, took) in [(first, first_took), (later, later_took)] {
+            rows.push(row(what, took, "computed without a disk", computed, TARGETS[1]));
+        }
     }
     engine.close_disk();
     Ok(rows)

@@ -43,6 +43,8 @@ class Job:
     """The blocks that were loaded or stored."""
     reason: str | None = None
     """The reason why the other blocks were not."""
+    is_slower: bool = False
+    """Whether nothing was loaded because computing is faster."""
     seconds: float = 0.0
 
 

@@ -75,6 +75,7 @@ class JobLoads:
             self._refuse(job, f"{type(error).__name__}: {error}")
             return
         if is_slower:
+            job.is_slower = True
             self._refuse(job, "computing them is faster")
             return
         fetch = JobFetch(job, loads, max(self.jobs.prefill.cost(job.lacks), sum(load.seconds for load in loads)))

@@ -41,47 +41,48 @@ class FirstStep:
     """A step in which requests were scheduled for the first time."""
 
     began: float
-    tokens: int = 0
-    """The tokens that it has computed, as far as their blocks are stored."""
-    ended: float = 0.0
-    """The time when the last of these blocks was there."""
     steps: int = 0
     """The number of steps that began after it."""
+    seconds: float = 0.0
+    """The time that it took, once it has ended."""
+    tokens: int = 0
+    """The number of tokens that it has computed, as far as their blocks are stored."""
 
 
 class FirstSteps:
     """Measures computing by what a secondary tier sees: the steps in which requests begin, and the blocks that such a step
-    leaves. Blocks of later steps are not measured, because most of them contain a token per step.
+    leaves, of which vLLM tells a step later. Blocks of later steps are not measured, because most of them contain a token per
+    step.
     """
 
     LONGEST = 4
-    """The number of steps after which the blocks of a step are there."""
+    """The number of steps within which vLLM tells of a step's blocks, after its end."""
 
-    def __init__(self, rate: PrefillRate) -> None:
-        self.rate = rate
+    def __init__(self, rate: PrefillRate, under_way: int = 1) -> None:
+        self.rate, self.under_way = rate, under_way
+        """vLLM begins as many steps before the first of them has ended."""
         self.steps: dict[str, FirstStep] = {}
 
     def step(self, new: Iterable[str]) -> None:
         """Notes that a step begins, with the requests that it schedules for the first time."""
+        now = time.monotonic()
         for step in set(self.steps.values()):
             step.steps += 1
-            if step.tokens:
-                self.rate.measured(step.tokens, step.ended - step.began)
-        old = [name for name, step in self.steps.items() if step.tokens or step.steps >= self.LONGEST]
-        for name in old:
-            del self.steps[name]
-        began = FirstStep(time.monotonic())
-        self.steps.update(dict.fromkeys(new, began))
+            if step.steps == self.under_way:
+                step.seconds = now - step.began
+            elif step.seconds and step.tokens:
+                self.rate.measured(step.tokens, step.seconds)
+                step.steps += self.LONGEST
+        self.steps = {name: step for name, step in self.steps.items() if step.steps < self.under_way + self.LONGEST}
+        self.steps.update(dict.fromkeys(new, FirstStep(now)))
 
     def stored(self, request: str, tokens: list[int]) -> list[float]:
         """Notes that vLLM has blocks with this many more tokens each. Returns the number of seconds to compute each, or 0 if it
         is not known.
         """
-        count, step = sum(tokens), self.steps.get(request)
-        each = self.rate.cost(1)
+        each, step = self.rate.cost(1), self.steps.get(request)
         if step is not None:
-            step.tokens += count
-            step.ended = time.monotonic()
+            step.tokens += sum(tokens)
             # The first prompt of a process is measured by itself.
-            each = each or (step.ended - step.began) / max(step.tokens, 1)
+            each = each or (step.seconds or time.monotonic() - step.began) / max(step.tokens, 1)
         return [each * count for count in tokens]

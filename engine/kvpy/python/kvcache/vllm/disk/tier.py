@@ -6,6 +6,7 @@ scheduler and return at once.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -74,7 +75,7 @@ class SlabTier(SecondaryTierManager):
         self._most_tokens = config.cache.blocks_per_chunk * max(group.tokens_per_block for group in config.groups)
         """The number of tokens in a block."""
         prefill = PrefillRate()
-        self._first_steps = FirstSteps(prefill)
+        self._first_steps = FirstSteps(prefill, getattr(vllm_config, "max_concurrent_batches", 1))
         # vLLM frees its host memory after this tier has been shut down, and nothing may refer to it then.
         table = np.asarray(primary_kv_view)
         self._jobs = Jobs(self._slab, table, row_bytes, chosen, prefill)
@@ -124,7 +125,9 @@ class SlabTier(SecondaryTierManager):
             failed = [name for name in job.names if name not in done]
             self._counts["loads_failed" if job.is_load else "stores_failed"] += len(failed)
             what = "read" if job.is_load else "written"
-            logger.warning("SlabTier: %d of %d blocks were not %s: %s", len(failed), len(job.names), what, job.reason)
+            # Computing what a disk is too slow for is no fault.
+            level = logging.DEBUG if job.is_slower else logging.WARNING
+            logger.log(level, "SlabTier: %d of %d blocks were not %s: %s", len(failed), len(job.names), what, job.reason)
             # The request may have ended.
             if job.is_load and job.request in self._missed:
                 self._missed[job.request].update(failed)
