@@ -80,9 +80,10 @@ class FirstSteps:
         """Notes that vLLM has blocks with this many more tokens each. Returns the number of seconds to compute each, or 0 if it
         is not known.
         """
-        each, step = self.rate.cost(1), self.steps.get(request)
+        own, step = 0.0, self.steps.get(request)
         if step is not None:
             step.tokens += sum(tokens)
             # The first prompt of a process is measured by itself.
-            each = each or (step.seconds or time.monotonic() - step.began) / max(step.tokens, 1)
+            own = (step.seconds or time.monotonic() - step.began) / max(step.tokens, 1)
+        each = self.rate.cost(1, own) or own
         return [each * count for count in tokens]
