@@ -122,6 +122,11 @@ mod tests {
                 let name = format!("kvserve:{name}");
                 assert_eq!((of(&name, "alice"), of(&name, "bob")), (MOST + 1, 2), "{turn}: {text}");
             }
+            assert_eq!(
+                of(&format!("kvserve:label_requests_total{{label=\"{}\"", "x".repeat(LONGEST)), "bob"),
+                1
+            );
+            assert_eq!(of("kvserve:label_requests_total{label=\"other\"", "bob"), 1, "one is too long");
             // Nothing is lost.
             let rest =
                 format!("label=\"other\",tenant=\"alice\"}} {:.1}\n", f64::from((turn + 1) * (1000 - 64)));

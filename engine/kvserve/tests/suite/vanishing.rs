@@ -13,7 +13,7 @@ use crate::common::{MODEL, assert_nothing_is_held, free_port, question, with};
 
 /// Tries until `attempt` has a result, at most so often that it must have one.
 fn wait_for<R>(what: &str, mut attempt: impl FnMut() -> Option<R>) -> R {
-    for _ in 0..20_000 {
+    for _ in 0..5000 {
         if let Some(result) = attempt() {
             return result;
         }
@@ -55,6 +55,7 @@ fn no_step_computes_anything_for_a_client_that_is_gone(#[case] path: &str, #[cas
     let (gone_at, is_gone) = channel::<()>();
     let is_gone = Arc::new(Mutex::new(is_gone));
     std::thread::scope(|scope| {
+        let gone_at = gone_at;
         // The engine stands still between two steps, while the request runs, until the server knows that the client is gone.
         let engine = scope.spawn(|| {
             wait_for("the request has blocks", || {
@@ -63,7 +64,8 @@ fn no_step_computes_anything_for_a_client_that_is_gone(#[case] path: &str, #[cas
                     let before = held(engine);
                     (before > 0).then(|| {
                         holds_at.send(before).unwrap();
-                        is_gone.lock().unwrap().recv().unwrap();
+                        // If the test fails, there is no signal.
+                        let _ = is_gone.lock().unwrap().recv();
                         let step = engine.step().unwrap();
                         engine.check_invariants().unwrap();
                         (step, held(engine))
