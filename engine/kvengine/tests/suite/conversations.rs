@@ -200,6 +200,16 @@ fn a_conversation_is_found_only_behind_the_same_beginning(#[case] change: Change
 }
 
 #[test]
+fn the_same_documents_that_saw_other_tokens_are_another_beginning() {
+    let mut engine = engine("llama");
+    let first = Chat::new(ReuseCell::SEQUENTIAL_WITH_SYSTEM, "none");
+    let answer = first.ask(&mut engine);
+    let mut alone = first.next(&answer);
+    alone.request.cell = ReuseCell::SEQUENTIAL_ALONE;
+    assert_eq!(alone.ask(&mut engine).cached_question, 0);
+}
+
+#[test]
 fn a_question_that_chooses_the_tokens_finds_what_was_computed_behind_the_same_choice() {
     let first = Chat::new(ReuseCell::SEQUENTIAL_ALONE, "question:0.4@0");
     let mut warm = engine("llama");
