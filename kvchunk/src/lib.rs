@@ -100,7 +100,8 @@ mod sleep;
 mod tier;
 
 pub use assembly::{
-    AssembledPrompt, Assembler, Assembly, ChunkReport, PinnedParts, Recomputation, RotatedCopy, ScratchBlocks,
+    AssembledPrompt, Assembler, Assembly, ChunkReport, PinnedParts, Recomputation, RotatedCopy,
+    ScratchBlocks, recomputed_root,
 };
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,

@@ -48,14 +48,22 @@ class Served:
         self.process = subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, env=os.environ | (environment or {}), start_new_session=True,
         )
+        try:
+            self.wait(log)
+        except BaseException:
+            self.close()
+            raise
+
+    def wait(self, log: pathlib.Path) -> None:
+        """Waits until the server answers."""
         for _ in range(3000):
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(self.url + "/health", timeout=5).close()
                 return
             if self.process.poll() is not None:
-                raise RuntimeError(f"{name} ended with {self.process.returncode}; see {log}")
+                raise RuntimeError(f"{self.name} ended with {self.process.returncode}; see {log}")
             time.sleep(0.1)
-        raise RuntimeError(f"{name} does not answer; see {log}")
+        raise RuntimeError(f"{self.name} does not answer; see {log}")
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -96,16 +104,23 @@ def bench(kvc: str, trace: str, seed: int, *options: str) -> dict:
     return report
 
 
-def start(args: argparse.Namespace, dtype: str, gguf: str, logs: pathlib.Path) -> list[Served]:
-    servers = []
+def start(args: argparse.Namespace, dtype: str, gguf: str, logs: pathlib.Path, servers: contextlib.ExitStack) -> list[Served]:
+    """Starts the servers one after another. `servers` closes those that have started, also if a later one fails."""
+    started: list[Served] = []
+
+    def serve(*arguments) -> None:
+        server = Served(*arguments)
+        servers.callback(server.close)
+        started.append(server)
+
     port = free_port()
     options = ["--port", str(port), "--dtype", dtype, "--kv-memory", "1024", "--log", "warn"]
-    servers.append(Served("kvc serve", [args.kvc, "serve", gguf, *options], port, logs / "kvc.log"))
+    serve("kvc serve", [args.kvc, "serve", gguf, *options], port, logs / "kvc.log")
     if args.llama:
         port, kv = free_port(), {"bf16": "f16"}.get(dtype, dtype)
         options = ["-np", str(MOST), "-c", str(MOST * (PROMPT + ANSWER + 64)), "-t", "2", "-tb", "2", "-b", "2048", "-ub", "512"]
         command = [args.llama, "-m", gguf, "--host", "127.0.0.1", "--port", str(port), "--cache-ram", "0", "--no-webui"]
-        servers.append(Served("llama-server", [*command, *options, "-ctk", kv, "-ctv", kv], port, logs / "llama.log"))
+        serve("llama-server", [*command, *options, "-ctk", kv, "-ctv", kv], port, logs / "llama.log")
     if args.vllm:
         port = free_port()
         command = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--dtype", DTYPES[dtype]]
@@ -116,16 +131,15 @@ def start(args: argparse.Namespace, dtype: str, gguf: str, logs: pathlib.Path) -
         environment = {
             "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": args.vllm_threads, "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1",
         }
-        servers.append(Served("vLLM", [*command, *options], port, logs / "vllm.log", environment))
-    return servers
+        serve("vLLM", [*command, *options], port, logs / "vllm.log", environment)
+    return started
 
 
 def measure(args: argparse.Namespace, dtype: str, requests: list[int], scratch: pathlib.Path) -> None:
     gguf = next(file for file in args.gguf if dtype in pathlib.Path(file).stem)
     client = ["--vocabulary", str(VOCABULARY)]
-    servers: list[Served] = []
-    try:
-        servers = start(args, dtype, gguf, scratch)
+    with contextlib.ExitStack() as running:
+        servers = start(args, dtype, gguf, scratch, running)
         line = json.dumps({"at": 0, "prompt_tokens": PROMPT, "answer_tokens": ANSWER})
         for many in requests:
             trace = scratch / "trace.jsonl"
@@ -164,9 +178,6 @@ def measure(args: argparse.Namespace, dtype: str, requests: list[int], scratch: 
                 )
             for server in servers:
                 server.signal(signal.SIGCONT)
-    finally:
-        for server in servers:
-            server.close()
 
 
 def main() -> None:

@@ -379,6 +379,8 @@ pub struct Generation {
     pub prompt_tokens: usize,
     /// The number of prompt tokens whose KV was cached.
     pub cached_tokens: usize,
+    /// The number of these tokens that are in the question of a chunked prompt.
+    pub cached_question: usize,
     /// The number of chunk tokens that the request's recompute strategy recomputed.
     pub recomputed_tokens: usize,
     /// The number of guessed tokens; see [`Request::lookup`].

@@ -19,7 +19,7 @@ pub(crate) struct Ask {
     pub(crate) owner: Owner,
     /// The priority. Requests with a higher one are served first.
     pub(crate) priority: i32,
-    /// A label of the client for the log.
+    /// A label of the client for metrics and the log.
     pub(crate) label: Option<Arc<str>>,
 }
 

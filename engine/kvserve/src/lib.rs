@@ -31,7 +31,7 @@
 //! - `ask`, `shape`, `prompt`, `reply`, `calls`, `token_texts`, `report`, `refusal`: the request, what its answer consists of,
 //!   its tokens, its answer, the calls of tools and the tokens in it, what the answer says about its prompt, and why there is
 //!   none
-//! - `service`, `engine_thread`, `library`, `metrics`, `tenants`: what handlers share
+//! - `service`, `engine_thread`, `library`, `metrics`, `labels`, `tenants`: what handlers share
 //! - `seats`, `body_memory`, `text_work`, `leisure`, `pins`: places, memory and threads of requests, what waits for an idle engine, and what
 //!   stays in memory
 //! - `registrar`, `journal`, `restored`: the thread that changes registered documents, the file in which they outlive the
@@ -52,6 +52,7 @@ mod dialect;
 mod engine_thread;
 mod error;
 mod journal;
+mod labels;
 mod leisure;
 mod library;
 mod metrics;

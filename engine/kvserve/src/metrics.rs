@@ -9,6 +9,8 @@ use kvengine::{Engine, Generation, Step};
 use kvmanager::PoolMetrics;
 use serde::Serialize;
 
+use crate::labels::LabelMetrics;
+
 /// Counters of the server.
 #[derive(Debug, Default)]
 pub(crate) struct ServerMetrics {
@@ -28,6 +30,7 @@ pub(crate) struct ServerMetrics {
     cached_tokens: AtomicU64,
     recomputed_tokens: AtomicU64,
     generation_tokens: AtomicU64,
+    pub(crate) labels: LabelMetrics,
 }
 
 /// Why a sample or a request ended.
@@ -170,6 +173,7 @@ impl ServerMetrics {
         ] {
             text.family(name, MetricKind::Histogram, help).histogram(labels, &times.snapshot());
         }
+        self.labels.describe(&mut text);
         joined([text.to_string()].iter().chain(&caches.texts))
     }
 }

@@ -126,8 +126,10 @@ pub(crate) struct ReplyForm {
     pub(crate) recent: Arc<RecentRequests>,
     /// True for a request of the server itself, which is in no metric.
     pub(crate) is_quiet: bool,
-    /// The tenant, for the page of the server.
+    /// The tenant, for the page of the server and for metrics.
     pub(crate) tenant: Option<Arc<str>>,
+    /// The client's label, for metrics.
+    pub(crate) label: Option<Arc<str>>,
     /// The time at which the request arrived.
     pub(crate) arrived: Instant,
     /// The time from then to the submission to the engine, which happens between two steps.
@@ -441,6 +443,9 @@ impl<'a> Decoder<'a> {
         if !form.is_quiet {
             form.metrics.sample(generation, tokens, (elapsed, queued), is_first);
             form.metrics.ended(if reason == EndReason::Length { Ended::Length } else { Ended::Stop });
+            if let Some(label) = form.label.as_ref().filter(|_| is_first) {
+                form.metrics.labels.count(form.tenant.as_ref(), label, generation);
+            }
             if is_first {
                 let segments = form.describe.segments(generation);
                 form.recent.add(RecentRequest::new(&report, segments, elapsed, form.tenant.as_deref()));

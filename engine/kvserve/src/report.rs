@@ -26,6 +26,9 @@ pub(crate) struct KvReport {
     pub(crate) prefix_missed: Option<&'static str>,
     /// The documents, in the order of the prompt.
     pub(crate) parts: Vec<PartReport>,
+    /// What follows the documents: the conversation. `None` for a prompt without documents.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) question: Option<QuestionReport>,
     /// The time to first token in milliseconds, from the arrival of the request.
     pub(crate) ttft_ms: f64,
     /// The time in milliseconds from the arrival of the request until the engine began with it.
@@ -50,6 +53,14 @@ pub(crate) struct PartReport {
     /// Why the document was not found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reason: Option<&'static str>,
+}
+
+/// The report on a conversation behind documents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub(crate) struct QuestionReport {
+    pub(crate) tokens: usize,
+    /// The number of tokens whose keys and values were found.
+    pub(crate) reused: usize,
 }
 
 /// A part of a prompt, as a page draws it.
@@ -124,6 +135,7 @@ impl Described {
             prefix_missed: generation.prefix_missed.map(MissReason::name),
             computed: generation.prompt_tokens.saturating_sub(generation.cached_tokens),
             parts,
+            question: self.question(generation),
             ttft_ms: 1e3 * first.as_secs_f64(),
             queue_ms: 1e3 * queued.as_secs_f64(),
             full_attention: self.full_attention,
@@ -135,15 +147,14 @@ impl Described {
     pub(crate) fn segments(&self, generation: &Generation) -> Vec<Segment> {
         let documents =
             self.documents.iter().map(|(name, tokens)| (SegmentKind::Document, name.id.clone(), *tokens));
-        let taken = self.before + self.documents.iter().map(|(_, tokens)| tokens).sum::<usize>();
-        let rest = generation.prompt_tokens.saturating_sub(taken);
+        let rest = generation.prompt_tokens.saturating_sub(self.end_of_documents());
         let parts = std::iter::once((SegmentKind::System, "system prompt".to_owned(), self.before))
             .chain(documents)
             .chain([(SegmentKind::Question, "question".to_owned(), rest)]);
         let mut segments: Vec<Segment> = parts
             .map(|(kind, name, tokens)| Segment { kind, name, tokens, found: 0, reason: None })
             .collect();
-        let mut left = generation.cached_tokens;
+        let mut left = generation.cached_tokens - generation.cached_question;
         if !self.full_attention {
             let of_documents = segments.iter_mut().filter(|segment| segment.kind == SegmentKind::Document);
             for (segment, chunk) in of_documents.zip(&generation.chunks) {
@@ -156,7 +167,9 @@ impl Described {
         }
         // What is left was found from the start.
         for segment in &mut segments {
-            if self.full_attention || segment.kind != SegmentKind::Document {
+            if !self.full_attention && segment.kind == SegmentKind::Question {
+                segment.found = generation.cached_question;
+            } else if self.full_attention || segment.kind == SegmentKind::System {
                 segment.found = segment.tokens.min(left);
                 left -= segment.found;
             }
@@ -166,6 +179,22 @@ impl Described {
             first.reason = generation.prefix_missed.map(MissReason::name);
         }
         segments
+    }
+
+    /// Returns the number of tokens up to the end of the last document.
+    fn end_of_documents(&self) -> usize {
+        self.before + self.documents.iter().map(|(_, tokens)| tokens).sum::<usize>()
+    }
+
+    /// Returns the report on what follows the documents, if there are some.
+    fn question(&self, generation: &Generation) -> Option<QuestionReport> {
+        let end = self.end_of_documents();
+        let reused = match self.full_attention {
+            true => generation.cached_tokens.saturating_sub(end),
+            false => generation.cached_question,
+        };
+        let tokens = generation.prompt_tokens.saturating_sub(end);
+        (!self.documents.is_empty()).then_some(QuestionReport { tokens, reused })
     }
 
     /// Returns the documents of a prompt of which the first `cached` tokens were found.

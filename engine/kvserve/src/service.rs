@@ -180,6 +180,7 @@ impl Service {
             recent: Arc::clone(&self.recent),
             is_quiet,
             tenant,
+            label,
             arrived,
             waited,
             patience: self.limits.send_time,

@@ -35,6 +35,7 @@ use crate::tier::{MissReason, TierFetch, TierLink, TierLookup, TierSaving};
 mod assembled;
 mod lookup;
 mod pin;
+mod question;
 mod resolve;
 mod rotated;
 mod scratch;
@@ -43,6 +44,7 @@ mod slots;
 pub use assembled::{AssembledPrompt, Recomputation};
 pub(crate) use lookup::{FoundPiece, LocalLookup, PromptLookup};
 pub use pin::PinnedParts;
+pub use question::recomputed_root;
 pub use rotated::RotatedCopy;
 pub use scratch::ScratchBlocks;
 

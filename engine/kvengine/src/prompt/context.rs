@@ -5,6 +5,16 @@ use std::sync::Arc;
 use kvchunk::ContextScaling;
 use kvcore::{MergeGroup, Segment, SequenceInput, SequenceStart, WriteSlots};
 
+/// Returns the segment of a request's own sequence, whose tokens follow a context that ends at `start`. Every sequence
+/// starts at the position 0 of its cache, so that a question is found in the same way as an ordinary prompt.
+pub(crate) fn behind(start: SequenceStart, segment: Segment) -> Segment {
+    Segment {
+        logical_start: start.logical + segment.logical_start,
+        stored_start: start.position + segment.stored_start,
+        ..segment
+    }
+}
+
 /// The segments that a question and its answer see before their own sequence.
 #[derive(Debug, Clone)]
 pub(crate) struct Context {

@@ -4,10 +4,10 @@
 //! The model computes the sums in the passes that it runs for all requests. (`ProphetKV`, 2026.)
 
 use kvchunk::Findings;
-use kvcore::{SequenceInput, WriteSlots};
+use kvcore::{SequenceInput, SequenceStart, WriteSlots};
 use kvmodel::AttentionMass;
 
-use super::context::Context;
+use super::context::{Context, behind};
 use super::parts::{LivePrompt, PendingRows, PromptParts, Stage};
 use crate::error::{Error, Result};
 use crate::request::Request;
@@ -52,10 +52,10 @@ impl LivePrompt {
         let (_, assembled, _) = self.stored(runner, request)?;
         let context = Context::scaled(request.scaling, assembled.segments());
         let (start, caches) = (self.start(), &mut runner.caches);
-        let sequence = caches.sequences.create(start)?;
+        let sequence = caches.sequences.create(SequenceStart::default())?;
         self.question = Some(sequence);
         let slots = caches.sequences.grow(sequence, prompt.question().len())?;
-        let segment = caches.sequences.first().segment(sequence)?;
+        let segment = behind(start, caches.sequences.first().segment(sequence)?);
         let mut input = context.input(start, 0, prompt.question(), WriteSlots::default(), segment);
         input.set_slots(slots);
         self.context = context;

@@ -8,6 +8,7 @@ mod inquire;
 mod parts;
 mod text;
 
+pub(crate) use context::behind;
 pub use decoys::BUILT_IN_DECOYS;
 pub(crate) use parts::LivePrompt;
 pub use text::document_text;

@@ -10,10 +10,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, Assembler, Assembly, BeganFetch, ChunkReport, Findings, MissReason, PinnedParts,
-    PositionPlan, PositionReindexer, TenantKeys, TierFetch,
+    AssembledPrompt, Assembler, Assembly, BeganFetch, ChunkReport, ContextScaling, Findings, MissReason,
+    PinnedParts, PositionPlan, PositionReindexer, TenantKeys, TierFetch, recomputed_root,
 };
-use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
+use kvcore::{BlockKey, LayerRopes, SequenceId, SequenceInput, SequenceStart};
 use kvmodel::{AttentionMass, Observer};
 use kvtier::Record;
 
@@ -35,6 +35,9 @@ pub(crate) struct LivePrompt {
     pub(super) parts: PromptParts,
     /// The segments that the question sees.
     pub(super) context: Context,
+    /// The root of the block keys of everything behind the documents, as the question sees them. `None` until they
+    /// are final, and if the question's bytes do not follow from them alone.
+    behind: Option<BlockKey>,
     pub(super) costs: PromptCosts,
     /// The sequence of a question whose computation started before its documents were final, either to
     /// measure the question's attention or for a blend.
@@ -44,8 +47,10 @@ pub(crate) struct LivePrompt {
 /// The costs of one request's prefill.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct PromptCosts {
-    /// The number of tokens whose KV was cached.
+    /// The number of tokens whose KV was cached; of a chunked prompt, only those of the system prompt and the chunks.
     pub(crate) cached_tokens: usize,
+    /// The number of further tokens whose KV was cached: those of a chunked prompt's question.
+    pub(crate) cached_question: usize,
     /// The number of chunk tokens that the strategy recomputed.
     pub(crate) recomputed_tokens: usize,
     /// The number of floating-point operations.
@@ -140,6 +145,7 @@ impl LivePrompt {
             plan,
             parts: PromptParts::None,
             context: Context::default(),
+            behind: None,
             costs: PromptCosts::default(),
             question: None,
         }
@@ -215,7 +221,7 @@ impl LivePrompt {
             let flops = mass.flops;
             self.costs.flops += flops;
         }
-        (self.parts, self.context) = (PromptParts::None, Context::default());
+        (self.parts, self.context, self.behind) = (PromptParts::None, Context::default(), None);
         // This cannot fail, because nothing else frees the sequence.
         drop(self.free_question(runner));
     }
@@ -314,7 +320,7 @@ impl LivePrompt {
         let reindexer = PositionReindexer::for_layers(&self.ropes);
         let assembler = Assembler { fetched, ..assembler(runner, request, self.keys, &reindexer)? };
         let mut assembly = assembler.assemble_at(prompt, plan.clone())?;
-        self.costs.recomputed_tokens = 0;
+        (self.costs.recomputed_tokens, self.behind) = (0, None);
         let rows = PendingRows::new(assembly.take_inputs());
         let since = runner.setup.clock.millis();
         self.parts = PromptParts::Missing { assembly: Box::new(assembly), reindexer, rows, since };
@@ -328,7 +334,7 @@ impl LivePrompt {
         while self.left() == 0 {
             match &mut self.parts {
                 PromptParts::None if self.plan.is_some() => self.look_up(runner, request, None)?,
-                PromptParts::Missing { assembly, .. } if assembly.is_ready() => self.store()?,
+                PromptParts::Missing { assembly, .. } if assembly.is_ready() => self.store(request)?,
                 PromptParts::Missing { assembly, reindexer, rows, since } => {
                     let now = runner.setup.clock.millis();
                     let waits = assembly.waiters().next().is_some();
@@ -361,11 +367,12 @@ impl LivePrompt {
     }
 
     /// Stores the computed parts, so that other requests can find them.
-    fn store(&mut self) -> Result<()> {
+    fn store(&mut self, request: &Request) -> Result<()> {
         let PromptParts::Missing { assembly, .. } = std::mem::replace(&mut self.parts, PromptParts::None)
         else {
             return Ok(());
         };
+        self.behind = root_behind(&assembly, &self.keys, request);
         self.costs.cached_tokens = assembly.reused_tokens();
         self.costs.chunks = assembly.reports();
         self.parts = PromptParts::Stored { assembled: Box::new(assembly.commit()?), stage: Stage::Open };
@@ -382,6 +389,8 @@ impl LivePrompt {
     ) -> Result<()> {
         let strategy = Arc::clone(&request.recompute);
         if let Some(check) = strategy.evidence().deviations {
+            // A blend computes the whole question itself.
+            self.behind = None;
             let question = self.question(runner, request)?;
             let (source, assembled, stage) = self.stored(runner, request)?;
             *stage = Stage::Blending(Box::new(Blend::new(&source, assembled, question, (check, found))?));
@@ -398,6 +407,7 @@ impl LivePrompt {
         runner.copy(&recomputation.copies)?;
         *stage = Stage::Recomputing(PendingRows::new(recomputation.inputs));
         self.costs.recomputed_tokens = recomputation.tokens;
+        self.behind = self.behind.map(|root| recomputed_root(&root, &selection));
         Ok(())
     }
 
@@ -454,6 +464,7 @@ impl LivePrompt {
                 if !fixed || !strategy.select(&assembly.chunks(), &Findings::default()).is_empty() {
                     return false;
                 }
+                self.behind = root_behind(assembly, &self.keys, request);
                 assembly.segments()
             }
             PromptParts::Stored { assembled, stage: Stage::Recomputing(_) } => assembled.segments(),
@@ -461,6 +472,20 @@ impl LivePrompt {
         };
         self.context = Context::scaled(request.scaling, segments);
         true
+    }
+
+    /// Returns the root of the block keys of the request's own sequences: of a whole ordinary prompt, or of a chunked
+    /// prompt's question behind its final documents. Returns `None` if their blocks must neither be found nor kept.
+    pub(crate) fn sequence_root(&self, request: &Request) -> Option<BlockKey> {
+        if !request.reuse {
+            return None;
+        }
+        if !self.is_chunked() {
+            return Some(*self.keys.root());
+        }
+        let root = self.behind.filter(|_| request.sparse.is_none())?;
+        let ContextScaling { temperature, scale } = request.scaling;
+        Some(root.child(&[temperature.to_bits(), scale.to_bits()]).derive("kvengine question v1"))
     }
 
     /// Removes the question's sequence from the prompt and returns it, if a blend has computed it.
@@ -473,6 +498,12 @@ impl LivePrompt {
 /// computing.
 fn longest_wait(runner: &Runner) -> u64 {
     runner.caches.chunks().map_or(0, |chunks| chunks.config().max_wait_ms)
+}
+
+/// Returns the root of the block keys behind an assembly that is ready, or `None` if nothing may be kept there.
+fn root_behind(assembly: &Assembly, keys: &TenantKeys, request: &Request) -> Option<BlockKey> {
+    let prompt = request.chunked().filter(|_| request.reuse)?;
+    assembly.question_root(keys.root(), prompt).ok().flatten()
 }
 
 fn assembler<'a>(

@@ -11,6 +11,7 @@ use super::known::KnownPrefixes;
 use super::live::{LiveRequest, ServiceRank};
 use super::scheduler::Scheduler;
 use crate::error::{Error, Result};
+use crate::prompt::behind;
 use crate::runner::Runner;
 
 impl Scheduler {
@@ -171,7 +172,7 @@ impl LiveRequest {
         let forced = self.request.forced.is_some();
         let branch = &mut self.branches[branch];
         let Some(sequence) = branch.sequence else { return Err(Error::EmptyPrompt) };
-        let segment = runner.caches.sequences.first().segment(sequence)?;
+        let segment = behind(branch.start, runner.caches.sequences.first().segment(sequence)?);
         let start = SequenceStart { logical: segment.logical_start, position: segment.stored_start };
         let (before, chosen) = (segment.len - tokens, tokens - branch.draft.len());
         let fresh = &branch.tokens[branch.computed - chosen..branch.computed];

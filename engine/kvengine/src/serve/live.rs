@@ -148,11 +148,13 @@ impl Branch {
     }
 
     /// Returns the block keys of the branch's tokens or, for a forced answer, only of its prompt. Computes
-    /// only the keys of blocks added since the last call.
+    /// only the keys of blocks added since the last call, unless the root has changed.
     pub(super) fn prompt_keys(&mut self, root: BlockKey, block_size: usize) -> &PromptKeys {
         // All logits of a forced answer are needed, so its tokens must not be found in the cache.
         let end = if self.forced.is_some() { self.prompt } else { self.tokens.len() };
-        let keys = self.keys.get_or_insert_with(|| PromptKeys::new(root, &self.tokens[..end], block_size));
+        let keys = self.keys.take().filter(|keys| keys.scheme().root() == root);
+        let keys =
+            self.keys.insert(keys.unwrap_or_else(|| PromptKeys::new(root, &self.tokens[..end], block_size)));
         keys.extend(self.tokens.get(keys.tokens().len()..end).unwrap_or_default());
         keys
     }
@@ -204,8 +206,12 @@ impl LiveRequest {
         let first = branch == 0;
         let branch = &mut self.branches[branch];
         (branch.sequence, branch.computed) = (Some(sequence), cached);
-        if first && !self.prompt.is_chunked() {
-            self.prompt.costs_mut().cached_tokens = cached.min(branch.prompt);
+        if first {
+            let cached = cached.min(branch.prompt);
+            match self.prompt.is_chunked() {
+                true => self.prompt.costs_mut().cached_question = cached,
+                false => self.prompt.costs_mut().cached_tokens = cached,
+            }
         }
     }
 
@@ -219,7 +225,8 @@ impl LiveRequest {
             tokens: branch.answer().to_vec(),
             finish,
             prompt_tokens,
-            cached_tokens: costs.cached_tokens,
+            cached_tokens: costs.cached_tokens + costs.cached_question,
+            cached_question: costs.cached_question,
             recomputed_tokens: costs.recomputed_tokens,
             drafted_tokens: branch.drafted,
             accepted_tokens: branch.accepted,

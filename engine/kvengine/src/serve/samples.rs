@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvcore::{SequenceInput, WriteSlots};
+use kvcore::{SequenceInput, SequenceStart, WriteSlots};
 use kvmodel::LogitRows;
 
 use super::answer::AnswerEvent;
@@ -36,17 +36,16 @@ impl Branch {
 impl LiveRequest {
     /// Creates a branch's sequence, if it has none, with the cached part of its tokens.
     pub(super) fn begin_branch(&mut self, runner: &mut Runner, branch: usize) -> Result<()> {
-        let finds = !self.prompt.is_chunked() && self.request.reuse;
-        let (root, caches) = (*self.prompt.keys().root(), &mut runner.caches);
+        let (root, caches) = (self.prompt.sequence_root(&self.request), &mut runner.caches);
         let it = &mut self.branches[branch];
         if it.sequence.is_some() {
             return Ok(());
         }
-        let (sequence, cached) = if finds {
+        let (sequence, cached) = if let Some(root) = root {
             let block_size = caches.sequences.block_size();
             caches.sequences.create_with_prefix(it.prompt_keys(root, block_size))?
         } else {
-            (caches.sequences.create(it.start)?, 0)
+            (caches.sequences.create(SequenceStart::default())?, 0)
         };
         self.begun(branch, sequence, cached);
         Ok(())

@@ -12,6 +12,7 @@ mod changed_files;
 #[allow(dead_code, reason = "the suite of kvmodel uses the rest")]
 mod common;
 mod constraints;
+mod conversations;
 mod crowd;
 mod decoys;
 mod devices;

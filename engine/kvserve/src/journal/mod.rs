@@ -9,18 +9,23 @@
 //! - **What was refused is not.** The rest of a line that could not be written is cut off before the next one.
 //! - **A crash leaves at most one torn line, the last one.** It was never answered. At the start, it is moved to a file
 //!   beside the journal, whose name ends with `.torn`.
+//! - **Nothing is cut off before it is elsewhere.** A torn line is on the disk in its own file before the journal loses it.
 //! - **One server uses a file**, by a lock on a second file beside it, because the journal itself is replaced.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, BufRead as _, BufReader, BufWriter, Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{self, BufRead as _, BufReader, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tracing::warn;
 
+mod disk;
 mod entries;
 mod line;
+#[cfg(all(test, unix))]
+mod power;
 
+use disk::{FileIdentity, JournalFile};
 use entries::{Entries, Span};
 pub(crate) use line::{Change, Registration};
 use line::{FirstLine, LineFault};
@@ -30,6 +35,9 @@ use crate::leisure::Place;
 
 /// The size in bytes up to which a file is not written again for the lines that are no longer needed.
 const SMALL: u64 = 1 << 20;
+
+/// The number of bytes that a replacement is written in at once, at least.
+const WRITTEN_AT_ONCE: usize = 1 << 16;
 
 /// The most bytes of a first line.
 const FIRST_LINE: u64 = 4096;
@@ -41,13 +49,15 @@ const FIRST_LINE: u64 = 4096;
 #[derive(Debug)]
 pub(crate) struct Journal {
     path: PathBuf,
-    file: File,
+    file: JournalFile,
     /// The bytes of the file that are whole lines.
     length: u64,
     /// True if the file may have more bytes, which a write or a crash has left.
     has_rest: bool,
     /// True if the folder may still name the file before this one after a crash.
     is_renamed: bool,
+    /// The file in the folder as this journal has left it.
+    left: Option<FileIdentity>,
     entries: Entries,
     /// The size from which the file is written again if half of it is not needed.
     compact_from: u64,
@@ -64,7 +74,7 @@ impl Journal {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let failed = |source| Error::Documents { path: path.to_owned(), source };
         // A link stays a link when the file is replaced.
-        let path = &path.canonicalize().unwrap_or_else(|_| path.to_owned());
+        let path = &behind_links(path);
         // Opening a pipe would wait for its writer.
         if fs::metadata(path).is_ok_and(|data| !data.is_file()) {
             return Err(Error::NoDocuments { path: path.clone() });
@@ -76,9 +86,7 @@ impl Journal {
             FirstLine::check(&line, path)?;
         }
         let lock = lock(path)?;
-        let file =
-            private(OpenOptions::new().read(true).write(true).create(true)).open(path).map_err(failed)?;
-        make_private(&file).map_err(failed)?;
+        let file = JournalFile::open(path).map_err(failed)?;
         let mut journal = Self {
             path: path.clone(),
             file,
@@ -86,11 +94,13 @@ impl Journal {
             has_rest: false,
             // The process before may have ended just after a replacement.
             is_renamed: true,
+            left: None,
             entries: Entries::default(),
             compact_from: SMALL,
             _lock: lock,
         };
-        if journal.file.metadata().map_err(failed)?.len() == 0 {
+        journal.left = FileIdentity::of(path);
+        if journal.file.len().map_err(failed)? == 0 {
             journal.compact().map_err(failed)?;
             return Ok(journal);
         }
@@ -105,7 +115,7 @@ impl Journal {
     fn read_lines(&mut self) -> Result<()> {
         let path = self.path.clone();
         let failed = |source| Error::Documents { path: path.clone(), source };
-        let mut reader = BufReader::with_capacity(1 << 16, &self.file);
+        let mut reader = BufReader::with_capacity(1 << 16, self.file.reader());
         let mut line = Vec::new();
         (&mut reader).take(FIRST_LINE).read_until(b'\n', &mut line).map_err(failed)?;
         FirstLine::check(&line, &path)?;
@@ -144,12 +154,13 @@ impl Journal {
             }
         }
         if missing > 0 {
+            // Before the next line, whose end may reach the disk first.
             let mut write = || {
-                self.file.seek(SeekFrom::End(0))?;
-                self.file.write_all(b"\n")?;
-                self.file.sync_data()
+                self.file.write_at(self.length - missing, b"\n")?;
+                self.file.sync()
             };
             write().map_err(failed)?;
+            self.left = FileIdentity::of(&self.path);
         }
         Ok(())
     }
@@ -169,7 +180,10 @@ impl Journal {
         }
         for span in spans {
             let changed = |fault: LineFault| io::Error::new(io::ErrorKind::InvalidData, fault.reason());
-            let change = read_at(&mut self.file, span).and_then(|line| Change::read(&line).map_err(changed));
+            let change = self
+                .file
+                .read_at(span.start, span.bytes)
+                .and_then(|line| Change::read(&line).map_err(changed));
             match change.map_err(|source| Error::Documents { path: self.path.clone(), source })? {
                 Change::Registered(document) => work(document),
                 Change::Removed { .. } => {}
@@ -184,36 +198,54 @@ impl Journal {
     /// Returns the error from the system.
     pub(crate) fn append(&mut self, change: &Change<'_>) -> io::Result<()> {
         let line = change.written()?;
-        self.mend()?;
-        if let Err(error) = self.write(line.as_bytes()) {
-            self.has_rest = true;
-            // Nothing else waits for this: the next change tries again.
-            if let Err(error) = self.mend() {
-                warn!(%error, "cannot cut off a change of the registered documents that was not written whole");
-            }
-            return Err(error);
-        }
+        self.check_unchanged()?;
+        let written = self.write_line(line.as_bytes());
+        self.left = FileIdentity::of(&self.path);
+        written?;
         let span = Span { start: self.length, bytes: line.len() as u64 };
         self.length += span.bytes;
         self.entries.apply(change, span);
         Ok(())
     }
 
+    /// Refuses to change a file that somebody else has replaced, cut or made longer. What they have written would be lost,
+    /// and so would be what is written behind it.
+    fn check_unchanged(&self) -> io::Result<()> {
+        if FileIdentity::of(&self.path) == self.left {
+            return Ok(());
+        }
+        let reason = format!(
+            "somebody has changed {} while this server uses it; restart the server to read it again",
+            self.path.display()
+        );
+        Err(io::Error::new(io::ErrorKind::InvalidData, reason))
+    }
+
+    fn write_line(&mut self, line: &[u8]) -> io::Result<()> {
+        self.mend()?;
+        self.write(line).inspect_err(|_| {
+            self.has_rest = true;
+            // Nothing else waits for this: the next change tries again.
+            if let Err(error) = self.mend() {
+                warn!(%error, "cannot cut off a change of the registered documents that was not written whole");
+            }
+        })
+    }
+
     fn write(&mut self, line: &[u8]) -> io::Result<()> {
-        self.file.seek(SeekFrom::Start(self.length))?;
-        self.file.write_all(line)?;
-        self.file.sync_data()
+        self.file.write_at(self.length, line)?;
+        self.file.sync()
     }
 
     /// Removes what a failed write has left, and makes the last replacement of the file last.
     fn mend(&mut self) -> io::Result<()> {
         if self.has_rest {
             self.file.set_len(self.length)?;
-            self.file.sync_data()?;
+            self.file.sync()?;
             self.has_rest = false;
         }
         if self.is_renamed {
-            sync_folder(&self.path)?;
+            disk::sync_folder(&self.path)?;
             self.is_renamed = false;
         }
         Ok(())
@@ -263,36 +295,42 @@ impl Journal {
 
     /// Replaces the file by one with the needed lines alone.
     fn compact(&mut self) -> io::Result<()> {
+        self.check_unchanged()?;
         let path = beside(&self.path, "new");
         let written = self.write_needed(&path);
         let file =
-            written.and_then(|file| fs::rename(&path, &self.path).map(|()| file)).inspect_err(|_| {
+            written.and_then(|file| disk::rename(&path, &self.path).map(|()| file)).inspect_err(|_| {
                 // What remains of it is written over the next time.
-                let _ = fs::remove_file(&path);
+                let _ = disk::remove(&path);
             })?;
         self.file = file;
         self.length = self.needed();
         self.has_rest = false;
         self.is_renamed = true;
+        self.left = FileIdentity::of(&self.path);
         self.entries.move_together(FirstLine::written().len() as u64);
         self.mend()
     }
 
     /// Writes a file with the needed lines, and syncs it.
-    fn write_needed(&mut self, path: &Path) -> io::Result<File> {
-        let file = new_private(path)?;
-        let mut writer = BufWriter::with_capacity(1 << 16, &file);
-        writer.write_all(FirstLine::written().as_bytes())?;
+    fn write_needed(&mut self, path: &Path) -> io::Result<JournalFile> {
+        let mut file = JournalFile::create(path)?;
+        let mut lines = FirstLine::written().into_bytes();
+        let mut length = 0;
         for span in self.entries.in_order() {
-            let line = read_at(&mut self.file, span)?;
+            let line = self.file.read_at(span.start, span.bytes)?;
             // Somebody may have changed the file under this server.
             Change::read(&line)
                 .map_err(|fault| io::Error::new(io::ErrorKind::InvalidData, fault.reason()))?;
-            writer.write_all(&line)?;
+            lines.extend(line);
+            if lines.len() >= WRITTEN_AT_ONCE {
+                file.write_at(length, &lines)?;
+                length += lines.len() as u64;
+                lines.clear();
+            }
         }
-        writer.flush()?;
-        drop(writer);
-        file.sync_all()?;
+        file.write_at(length, &lines)?;
+        file.sync()?;
         Ok(file)
     }
 }
@@ -309,27 +347,27 @@ impl Entries {
     }
 }
 
-fn read_at(file: &mut File, span: Span) -> io::Result<Vec<u8>> {
-    file.seek(SeekFrom::Start(span.start))?;
-    let mut line = vec![0; span.bytes as usize];
-    file.read_exact(&mut line)?;
-    Ok(line)
-}
-
-/// Creates a file that only its owner can read, instead of one that may be there. Links are not followed.
-fn new_private(path: &Path) -> io::Result<File> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
-    private(OpenOptions::new().read(true).write(true).create_new(true)).open(path)
-}
-
-/// Writes a file that only its owner can read.
+/// Writes a file that only its owner can read. It is on the disk when this function returns.
 fn write_private(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = new_private(path)?;
-    file.write_all(bytes)?;
-    file.sync_all()
+    let mut file = JournalFile::create(path)?;
+    file.write_at(0, bytes)?;
+    file.sync()?;
+    disk::sync_folder(path)
+}
+
+/// Returns the path behind links, also behind one that leads to no file yet.
+fn behind_links(path: &Path) -> PathBuf {
+    /// The most links that the system follows.
+    const LINKS: usize = 40;
+    let mut path = path.to_owned();
+    for _ in 0..LINKS {
+        match (path.canonicalize(), fs::read_link(&path)) {
+            (Ok(whole), _) => return whole,
+            (Err(_), Ok(target)) => path = path.with_file_name("").join(target),
+            (Err(_), Err(_)) => break,
+        }
+    }
+    path
 }
 
 /// Returns the path of a file beside the journal.
@@ -343,49 +381,13 @@ fn beside(path: &Path, ending: &str) -> PathBuf {
 /// Locks a journal for this server, by a file beside it.
 fn lock(path: &Path) -> Result<File> {
     let failed = |source| Error::Documents { path: path.to_owned(), source };
-    let file = private(OpenOptions::new().write(true).create(true)).open(beside(path, "lock"));
+    let file = disk::private(OpenOptions::new().write(true).create(true)).open(beside(path, "lock"));
     let file = file.map_err(failed)?;
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(Error::DocumentsInUse { path: path.to_owned() }),
         Err(TryLockError::Error(source)) => Err(failed(source)),
     }
-}
-
-/// Creates files that only their owner can read, because they contain texts of clients.
-#[cfg(unix)]
-fn private(options: &mut OpenOptions) -> &mut OpenOptions {
-    use std::os::unix::fs::OpenOptionsExt as _;
-    options.mode(0o600)
-}
-
-#[cfg(not(unix))]
-fn private(options: &mut OpenOptions) -> &mut OpenOptions {
-    options
-}
-
-/// Takes the rights to a file that exists already from everybody but its owner.
-#[cfg(unix)]
-fn make_private(file: &File) -> io::Result<()> {
-    use std::os::unix::fs::PermissionsExt as _;
-    file.set_permissions(fs::Permissions::from_mode(0o600))
-}
-
-#[cfg(not(unix))]
-fn make_private(_: &File) -> io::Result<()> {
-    Ok(())
-}
-
-/// Makes a rename outlive a crash.
-#[cfg(unix)]
-fn sync_folder(path: &Path) -> io::Result<()> {
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
-}
-
-#[cfg(not(unix))]
-fn sync_folder(_: &Path) -> io::Result<()> {
-    Ok(())
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! A journal through crashes, damage and disks that fail.
 
+use std::io::Write as _;
+
 use super::*;
 
 fn registered(id: &str, text: &str) -> Change<'static> {
@@ -148,6 +150,34 @@ fn a_file_that_somebody_changes_under_a_server_is_not_copied_wrongly() {
 }
 
 #[test]
+fn no_change_is_answered_that_an_edited_file_would_lose() {
+    type Edit = fn(&Path, &[u8]);
+    let edits: [Edit; 4] = [
+        // Editors write a new file, or the same one.
+        |path, bytes| {
+            fs::write(beside(path, "edited"), bytes).unwrap();
+            fs::rename(beside(path, "edited"), path).unwrap();
+        },
+        |path, bytes| fs::write(path, [bytes, b"\n"].concat()).unwrap(),
+        |path, bytes| fs::write(path, &bytes[..bytes.len() / 2]).unwrap(),
+        |path, _| fs::remove_file(path).unwrap(),
+    ];
+    for (number, edit) in edits.into_iter().enumerate() {
+        let (_folder, path) = place();
+        let mut journal = open(&path);
+        journal.append(&registered("a", "one")).unwrap();
+        edit(&path, &fs::read(&path).unwrap());
+        let edited = fs::read(&path).ok();
+        for _ in 0..2 {
+            let refused = journal.append(&registered("b", "two")).unwrap_err();
+            assert!(refused.to_string().contains("restart the server"), "{number}: {refused}");
+            journal.compact().unwrap_err();
+        }
+        assert_eq!(fs::read(&path).ok(), edited, "{number}: what somebody has written stays");
+    }
+}
+
+#[test]
 fn a_damaged_line_in_the_middle_is_named_with_what_to_do() {
     let (_folder, path) = place();
     let mut journal = open(&path);
@@ -217,13 +247,14 @@ fn a_change_that_cannot_be_written_leaves_nothing() {
     let mut journal = open(&path);
     journal.append(&registered("a", "one")).unwrap();
     // Writes and the cut after them fail.
-    let real = std::mem::replace(&mut journal.file, File::open(&path).unwrap());
+    let real = std::mem::replace(&mut journal.file, JournalFile::read_only(&path));
     journal.append(&registered("b", "two")).unwrap_err();
     assert!(journal.has_rest);
     journal.append(&registered("c", "three")).unwrap_err();
     // A write that fails in its middle leaves a part of a line.
     OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"check\":\"12").unwrap();
     journal.file = real;
+    journal.left = FileIdentity::of(&path);
     journal.append(&registered("d", "four")).unwrap();
     assert_eq!(ids(&mut journal), ["a", "d"]);
     drop(journal);
@@ -302,6 +333,22 @@ fn only_the_owner_reads_the_files_and_a_link_stays_a_link() {
     journal.append(&registered("a", "one")).unwrap();
     journal.compact().unwrap();
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
+    drop(journal);
+    // A link to a file that is not there yet makes this file, also over other links.
+    let far = folder.path().join("far");
+    fs::create_dir(&far).unwrap();
+    let links = [folder.path().join("first"), folder.path().join("second")];
+    std::os::unix::fs::symlink("second", &links[0]).unwrap();
+    std::os::unix::fs::symlink("far/documents.jsonl", &links[1]).unwrap();
+    for expected in [&["a"][..], &["a", "b"]] {
+        let mut journal = open(&links[0]);
+        journal.append(&registered(expected[expected.len() - 1], "one")).unwrap();
+        drop(journal);
+        assert_eq!(ids(&mut open(&links[0])), expected);
+    }
+    assert!(links.iter().all(|link| fs::symlink_metadata(link).unwrap().is_symlink()));
+    assert_eq!(fs::read_dir(&far).unwrap().count(), 2, "the journal and its lock");
+    let path = far.join("documents.jsonl");
     for file in [&path, &beside(&path, "lock")] {
         assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600, "{}", file.display());
     }

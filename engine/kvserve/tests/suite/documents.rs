@@ -1,13 +1,18 @@
 //! Documents of requests: found again in another order, in every form, and equal to the engine's own answers.
 
+use std::sync::Arc;
+
+use kvchunk::{Recompute, Reuse, ReuseCell};
 use kvengine::{PromptTokens, Request, document_text};
 use kvmodel::{Message, Role};
+use kvserve::{DocumentReuse, Server};
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use crate::client::post;
+use crate::client::{get, post};
 use crate::common::{
-    DOCUMENTS, QUESTION, SYSTEM, assert_nothing_is_held, engine, question, reuse, reusing, server,
+    DOCUMENTS, QUESTION, SYSTEM, add, assert_nothing_is_held, engine, free_port, question, reuse, reusing,
+    server, with,
 };
 
 const PATH: &str = "/v1/chat/completions";
@@ -192,6 +197,57 @@ fn documents_stay_cached_while_a_conversation_grows_behind_them() {
         messages.push(json!({"role": "assistant", "content": answer["choices"][0]["message"]["content"]}));
         messages.push(json!({"role": "user", "content": "sifa ?"}));
     }
+}
+
+#[test]
+fn a_later_turn_finds_the_conversation_behind_the_same_documents() {
+    let plain = || {
+        let settings =
+            Reuse { recompute: Recompute::Link { tokens: 4 }, ..Reuse::plain(ReuseCell::default()) };
+        with(Some(DocumentReuse { settings, decoys: Arc::default() }), free_port())
+    };
+    let server = plain();
+    let first = "alba ? bora ? cedo ? dilan ? rumi ? zifu ? diba ? nomi ? alba ? bora ?";
+    let mut messages =
+        vec![json!({"role": "system", "content": SYSTEM}), json!({"role": "user", "content": first})];
+    let ask = |server: &Server, messages: &[Value], more: Value| {
+        let mut request = question(json!({"messages": messages, "logprobs": true}));
+        add(&mut request, more);
+        post(server.address(), PATH, &request).json()
+    };
+    let reused =
+        |answer: &Value| answer["kv"]["question"]["reused"].as_u64().unwrap_or_else(|| panic!("{answer}"));
+    let before = ask(&server, &messages, json!({}));
+    assert_eq!(reused(&before), 0);
+    messages.push(json!({"role": "assistant", "content": before["choices"][0]["message"]["content"]}));
+    messages.push(json!({"role": "user", "content": "sifa ?"}));
+    // Behind other documents, or with another salt, nothing of it is found.
+    for more in [
+        json!({"documents": reversed()}),
+        json!({"cache_salt": "x"}),
+        json!({"documents": ["alba is red ."]}),
+    ] {
+        assert_eq!(reused(&ask(&server, &messages, more.clone())), 0, "{more}");
+    }
+    let answer = ask(&server, &messages, json!({}));
+    let old = before["kv"]["question"]["tokens"].as_u64().unwrap();
+    assert!(reused(&answer) >= old / 16 * 16 && reused(&answer) > 0, "{old}: {answer}");
+    let parts = answer["kv"]["parts"].as_array().unwrap();
+    let documents: u64 = parts.iter().map(|part| part["tokens"].as_u64().unwrap()).sum();
+    let total = answer["usage"]["prompt_tokens"].as_u64().unwrap();
+    let system = total - documents - answer["kv"]["question"]["tokens"].as_u64().unwrap();
+    let found = system + documents + reused(&answer);
+    assert_eq!(answer["usage"]["prompt_tokens_details"]["cached_tokens"], found, "{answer}");
+    assert_eq!((&answer["kv"]["reused"], &answer["kv"]["computed"]), (&json!(found), &json!(total - found)));
+    let fresh = ask(&plain(), &messages, json!({}));
+    assert_eq!(reused(&fresh), 0);
+    let text = |answer: &Value| answer["choices"][0]["message"]["content"].clone();
+    assert_eq!(text(&answer), text(&fresh));
+    assert!((logprob(&answer) - logprob(&fresh)).abs() < 1e-6, "{answer} and {fresh}");
+    let recent = get(server.address(), "/overview").json()["recent"][0]["segments"].clone();
+    let drawn = recent.as_array().unwrap_or_else(|| panic!("{recent}")).last().unwrap();
+    assert_eq!((&drawn["kind"], &drawn["found"]), (&json!("question"), &json!(reused(&answer))), "{recent}");
+    assert_nothing_is_held(&server);
 }
 
 #[test]

@@ -30,3 +30,4 @@ mod shutdown;
 mod tenants;
 mod tooled;
 mod tools;
+mod vanishing;

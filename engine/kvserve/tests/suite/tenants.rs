@@ -191,6 +191,45 @@ fn metrics_name_the_tenants_of_the_keys_and_nobody_else() {
 }
 
 #[test]
+fn requests_are_counted_by_the_label_of_their_client_and_tenant() {
+    let server = server();
+    let label = json!({"prompt_cache_key": "search"});
+    let answers = [("key-a", &label), ("key-a2", &label), ("key-b", &label), ("key-b", &json!({}))]
+        .map(|(key, more)| ask(&server, key, more.clone()).json());
+    for (path, prompt) in [("/v1/completions", "prompt"), ("/v1/responses", "input")] {
+        let body = json!({"model": "tiny-rag", prompt: "alba is red .", "prompt_cache_key": path});
+        let key = ("x-api-key", "key-b");
+        assert_eq!(
+            call(server.address(), "POST", path, &[key], body.to_string().as_bytes()).status,
+            200,
+            "{path}"
+        );
+    }
+    for key in ["key-a", "key-b"] {
+        assert_eq!(call(server.address(), "GET", "/metrics", &[("x-api-key", key)], b"").status, 403);
+    }
+    let metrics = call(server.address(), "GET", "/metrics", &[("x-api-key", "key-op")], b"").body;
+    let value = |name: &str, label: &str, tenant: &str| -> u64 {
+        let line = format!("kvserve:label_{name}_total{{label=\"{label}\",tenant=\"{tenant}\"}} ");
+        let found = metrics.lines().find_map(|known| known.strip_prefix(&line));
+        found.unwrap_or_else(|| panic!("{line} in {metrics}")).parse::<f64>().unwrap() as u64
+    };
+    let sum = |place: &str, of: std::ops::Range<usize>| -> u64 {
+        answers[of].iter().map(|answer| answer.pointer(place).unwrap().as_u64().unwrap()).sum()
+    };
+    for (tenant, requests, of) in [("alice", 2, 0..2), ("bob", 1, 2..3)] {
+        assert_eq!(value("requests", "search", tenant), requests);
+        assert_eq!(value("prompt_tokens", "search", tenant), sum("/usage/prompt_tokens", of.clone()));
+        assert_eq!(value("prompt_tokens_cached", "search", tenant), sum("/kv/reused", of));
+    }
+    assert!(value("prompt_tokens_cached", "search", "alice") > 0);
+    for path in ["/v1/completions", "/v1/responses"] {
+        assert_eq!(value("requests", path, "bob"), 1);
+    }
+    assert_eq!(metrics.matches("kvserve:label_requests_total{").count(), 4, "{metrics}");
+}
+
+#[test]
 fn tenants_share_no_prefix_with_full_attention() {
     let mut keys = ApiKeys::default();
     assert!(keys.add("key-a", "alice") && keys.add("key-b", "bob"));

@@ -182,7 +182,7 @@ impl Common {
         Ok(Owner { salt: salt(self.cache_salt.as_deref())?, ..owner })
     }
 
-    /// Returns the label for the log.
+    /// Returns the label for metrics and the log.
     pub(super) fn label(&mut self) -> Option<Arc<str>> {
         self.prompt_cache_key.take().map(Arc::from)
     }
