@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvcore::{BlockKey, PromptKeys, SequenceId, SequenceInput, SequenceStart, SwappedSequence};
+use kvcore::{BlockKey, KeyScheme, PromptKeys, SequenceId, SequenceInput, SequenceStart, SwappedSequence};
 
 use super::answer::{AnswerEvent, AnswerSender, RequestId};
 use super::beams::Beams;
@@ -57,6 +57,8 @@ pub(super) struct Branch {
     pub(super) tokens: Vec<u32>,
     /// The block keys of the tokens that were looked up when the sequence was created.
     pub(super) keys: Option<PromptKeys>,
+    /// The number of the request if its answer is approximate, so that nobody else may find it.
+    pub(super) owner: Option<u64>,
     /// The number of prompt tokens in [`tokens`](Self::tokens).
     pub(super) prompt: usize,
     /// The number of tokens whose keys and values are stored, or that are in the pass being planned.
@@ -115,6 +117,7 @@ impl Branch {
             constraint: None,
             late: None,
             forced: None,
+            owner: None,
             score: None,
             ttft: None,
             over: false,
@@ -128,6 +131,7 @@ impl Branch {
             prompt: self.prompt,
             computed: self.computed,
             keys: self.keys.clone(),
+            owner: self.owner,
             ttft: self.ttft,
             ..Self::new(self.tokens.clone(), self.start, sampler)
         }
@@ -153,8 +157,12 @@ impl Branch {
         // All logits of a forced answer are needed, so its tokens must not be found in the cache.
         let end = if self.forced.is_some() { self.prompt } else { self.tokens.len() };
         let keys = self.keys.take().filter(|keys| keys.scheme().root() == root);
-        let keys =
-            self.keys.insert(keys.unwrap_or_else(|| PromptKeys::new(root, &self.tokens[..end], block_size)));
+        let scheme = match self.owner {
+            Some(owner) => KeyScheme::Private { root, shared: self.prompt, owner },
+            None => root.into(),
+        };
+        let new = || PromptKeys::new(scheme, &self.tokens[..end], block_size);
+        let keys = self.keys.insert(keys.unwrap_or_else(new));
         keys.extend(self.tokens.get(keys.tokens().len()..end).unwrap_or_default());
         keys
     }

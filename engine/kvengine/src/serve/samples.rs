@@ -36,11 +36,11 @@ impl Branch {
 impl LiveRequest {
     /// Creates a branch's sequence, if it has none, with the cached part of its tokens.
     pub(super) fn begin_branch(&mut self, runner: &mut Runner, branch: usize) -> Result<()> {
-        let (root, caches) = (self.prompt.sequence_root(&self.request), &mut runner.caches);
-        let it = &mut self.branches[branch];
-        if it.sequence.is_some() {
+        if self.branches[branch].sequence.is_some() {
             return Ok(());
         }
+        let (root, caches) = (self.prompt.sequence_root(&self.request), &mut runner.caches);
+        let it = &mut self.branches[branch];
         let (sequence, cached) = if let Some(root) = root {
             let block_size = caches.sequences.block_size();
             caches.sequences.create_with_prefix(it.prompt_keys(root, block_size))?

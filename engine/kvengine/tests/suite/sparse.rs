@@ -42,6 +42,37 @@ fn enough_blocks_change_nothing_and_few_blocks_change_only_later_tokens() {
     assert_same(deep, dense, "no layer is sparse");
 }
 
+/// An exact request continues an answer that was decoded with few blocks in sight.
+#[test]
+fn approximate_answers_are_found_by_nobody_else() {
+    let sparse = Some(SparseDecode { pages: 4, dense_layers: 0 });
+    let first = Request { max_new_tokens: 24, ..long(70, 1, sparse) };
+    let mut engine = engine(128, Scheduling::default());
+    let answer = engine.generate(&first, &mut ()).unwrap();
+    let mut tokens: Vec<u32> = first.prompt.iter().collect();
+    tokens.extend(&answer.tokens);
+    let next = |sparse| {
+        let request =
+            Request { max_new_tokens: 3, keep_logits: true, ignore_end: true, ..long(70, 1, sparse) };
+        Request { prompt: std::sync::Arc::new(PromptTokens::Plain(tokens.clone())), ..request }
+    };
+    for sparse in [None, sparse] {
+        let got = engine.generate(&next(sparse), &mut ()).unwrap();
+        assert_eq!(
+            got.cached_tokens, 68,
+            "the whole blocks of the prompt of 70 tokens, and none of the answer"
+        );
+        let expected = &alone(&next(sparse))[0];
+        assert!(apart(&got, expected) < 1e-4, "{}", apart(&got, expected));
+        // What was computed exactly is found by its own next request.
+        let again = engine.generate(&next(sparse), &mut ()).unwrap();
+        assert_eq!(again.cached_tokens, 92);
+        engine.cache().as_paged().unwrap().pool().clear_cached();
+        engine.generate(&first, &mut ()).unwrap();
+    }
+    assert_nothing_held(&engine);
+}
+
 for_every! {
     /// Bounds are computed from keys at the positions where they are used, so the same blocks are chosen at
     /// every position of the documents and in every form of stored keys.

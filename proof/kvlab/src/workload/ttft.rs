@@ -119,7 +119,9 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
         if cell.strategy != PositionStrategy::Absolute {
             order.rotate_left(i % chunks);
         }
-        let moved = PromptTokens::Chunked(with_question(order, prompt.question())?);
+        // No question was asked before, neither in this order nor after the documents as a prefix.
+        let question: Vec<u32> = other.question().iter().rev().copied().collect();
+        let moved = PromptTokens::Chunked(with_question(order, &question)?);
         let mut asked = [(moved, &mut hit), (alone(other.question())?, &mut floor)];
         if i % 2 == 0 {
             asked.reverse();
