@@ -22,7 +22,8 @@ use tracing::warn;
 mod disk;
 mod entries;
 mod line;
-#[cfg(all(test, unix))]
+#[cfg(test)]
+#[cfg(unix)]
 mod power;
 
 use disk::{FileIdentity, JournalFile};
