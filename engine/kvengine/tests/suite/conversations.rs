@@ -194,19 +194,34 @@ fn a_conversation_is_found_only_behind_the_same_beginning(#[case] change: Change
     let mut other = second.clone();
     change(&mut other);
     let got = other.ask(&mut engine);
+    if other.request.full_attention {
+        // All tokens of an ordinary prompt are counted here. It shares whole blocks of the system prompt.
+        assert_eq!(got.cached_tokens, other.system.len() / BLOCK * BLOCK);
+    }
     assert_eq!(got.cached_question, 0, "{} cached tokens", got.cached_tokens);
     // What the other conversation has left is its own as well.
     assert_eq!(second.ask(&mut engine).cached_question, kept(&first));
 }
 
-#[test]
-fn the_same_documents_that_saw_other_tokens_are_another_beginning() {
-    let mut engine = engine("llama");
-    let first = Chat::new(ReuseCell::SEQUENTIAL_WITH_SYSTEM, "none");
-    let answer = first.ask(&mut engine);
-    let mut alone = first.next(&answer);
-    alone.request.cell = ReuseCell::SEQUENTIAL_ALONE;
-    assert_eq!(alone.ask(&mut engine).cached_question, 0);
+/// With absolute positions, documents that saw the system prompt are at the same positions as those that did not.
+#[rstest]
+#[case::sequential(ReuseCell::SEQUENTIAL_WITH_SYSTEM, ReuseCell::SEQUENTIAL_ALONE)]
+#[case::absolute(ReuseCell::ABSOLUTE_WITH_SYSTEM, ReuseCell::ABSOLUTE_ALONE)]
+fn the_same_documents_that_saw_other_tokens_are_another_beginning(
+    #[case] with_system: ReuseCell,
+    #[case] alone: ReuseCell,
+    #[values("none", "link:2")] strategy: &str,
+) {
+    for (cell, other) in [(with_system, alone), (alone, with_system)] {
+        let mut engine = engine("llama");
+        let first = Chat::new(cell, strategy);
+        let answer = first.ask(&mut engine);
+        let mut second = first.next(&answer);
+        second.request.cell = other;
+        assert_eq!(second.ask(&mut engine).cached_question, 0);
+        second.request.cell = cell;
+        assert_eq!(second.ask(&mut engine).cached_question, kept(&first));
+    }
 }
 
 #[test]
@@ -237,6 +252,34 @@ fn a_blend_computes_its_whole_question() {
     // Nor does it leave anything to requests with the strategy `none`.
     let none = Chat { request: Chat::new(first.request.cell, "none").request, ..second };
     assert_eq!(none.ask(&mut warm).cached_question, 0);
+}
+
+/// Returns an engine for the crowd's model with a pool of so many blocks.
+fn small_engine(blocks: usize, swap_memory: usize) -> Engine {
+    let chunks = ChunkCacheConfig { memory_share: 0.25, ..ChunkCacheConfig::default() };
+    let (model, scheduling) = (load_model(crowd::MODEL), Scheduling::default());
+    let clock = ManualClock::default();
+    engine_keeping(chunks, model, CpuBackend::new(), blocks, scheduling, swap_memory, &clock)
+}
+
+/// After a preemption, the samples of a blend compute the question again, each in a sequence of its own.
+#[test]
+fn preempted_samples_of_a_blend_leave_nothing_to_the_same_documents_as_they_are_stored() {
+    let mut blend = Chat::new(ReuseCell::SEQUENTIAL_ALONE, "blend:0.5@1");
+    let none = Chat { request: Chat::new(blend.request.cell, "none").request, ..blend.clone() };
+    (blend.request.samples, blend.request.max_new_tokens) = (3, 24);
+    let requests: Vec<Request> = (0..6)
+        .map(|seed| {
+            let sampling = Sampling { temperature: 0.9, seed, ..Sampling::default() };
+            Request { sampling, ..blend.request() }
+        })
+        .collect();
+    // Without host memory, what is preempted is computed again.
+    let mut small = small_engine(120, 0);
+    let (step, reads) = answer_all(&mut small, &requests);
+    assert!(step.preemptions > 0, "the pool is too large for this test");
+    assert_each(&reads, &requests, crowd::alone);
+    assert_eq!(none.ask(&mut small).cached_question, 0);
 }
 
 #[test]
@@ -320,12 +363,7 @@ fn traffic(seed: u64, turns: usize) -> Vec<Request> {
 #[rstest]
 fn many_conversations_in_a_small_pool_have_the_answers_of_one_alone(#[values(1, 2, 3, 4)] seed: u64) {
     let requests = traffic(seed, 96);
-    let model = load_model(crowd::MODEL);
-    let chunks = ChunkCacheConfig { memory_share: 0.25, ..ChunkCacheConfig::default() };
-    let scheduling = Scheduling::default();
-    let clock = ManualClock::default();
-    let mut small =
-        engine_keeping(chunks, model, CpuBackend::new(), 120, scheduling, DEFAULT_SWAP_MEMORY, &clock);
+    let mut small = small_engine(120, DEFAULT_SWAP_MEMORY);
     let (mut found, mut preempted) = (0, 0);
     for requests in requests.chunks(24) {
         let (step, reads) = answer_all(&mut small, requests);

@@ -1,12 +1,19 @@
 //! The journal's changes to its disk. Every change and every sync of it goes through this file, so that tests can emulate
 //! a loss of power (`power.rs`).
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, Read as _, Seek as _, SeekFrom, Write as _};
 use std::path::Path;
 
 #[cfg(all(test, unix))]
 use super::power;
+
+#[cfg(test)]
+thread_local! {
+    /// The work of somebody else while this thread syncs a file for the next time.
+    pub(super) static AT_NEXT_SYNC: std::cell::RefCell<Option<Box<dyn FnOnce()>>> =
+        const { std::cell::RefCell::new(None) };
+}
 
 /// A file that only its owner can read, because it contains texts of clients.
 #[derive(Debug)]
@@ -54,6 +61,11 @@ impl JournalFile {
         Ok(self.0.metadata()?.len())
     }
 
+    /// Returns the identity of the open file, wherever a path leads.
+    pub(super) fn identity(&self) -> io::Result<FileIdentity> {
+        Ok(FileIdentity::from(&self.0.metadata()?))
+    }
+
     /// Reads so many bytes from `start` on.
     pub(super) fn read_at(&mut self, start: u64, bytes: u64) -> io::Result<Vec<u8>> {
         self.0.seek(SeekFrom::Start(start))?;
@@ -82,6 +94,8 @@ impl JournalFile {
     pub(super) fn sync(&mut self) -> io::Result<()> {
         #[cfg(all(test, unix))]
         power::syncs(&self.0)?;
+        #[cfg(test)]
+        AT_NEXT_SYNC.take().into_iter().for_each(|work| work());
         self.0.sync_data()
     }
 }
@@ -91,13 +105,19 @@ impl JournalFile {
 pub(super) struct FileIdentity {
     /// The device and the number of the file on it, on systems that have such numbers.
     place: Option<(u64, u64)>,
-    bytes: u64,
+    pub(super) bytes: u64,
 }
 
 impl FileIdentity {
-    /// Returns the identity of the file that a path leads to, or `None` if there is none.
-    pub(super) fn of(path: &Path) -> Option<Self> {
-        let data = fs::metadata(path).ok()?;
+    /// Returns the identity of the file that a path leads to.
+    ///
+    /// # Errors
+    /// Returns the error from the system, also if there is no file.
+    pub(super) fn of(path: &Path) -> io::Result<Self> {
+        Ok(Self::from(&fs::metadata(path)?))
+    }
+
+    fn from(data: &Metadata) -> Self {
         #[cfg(unix)]
         let place = {
             use std::os::unix::fs::MetadataExt as _;
@@ -105,7 +125,7 @@ impl FileIdentity {
         };
         #[cfg(not(unix))]
         let place = None;
-        Some(Self { place, bytes: data.len() })
+        Self { place, bytes: data.len() }
     }
 }
 

@@ -22,7 +22,8 @@ use tracing::warn;
 mod disk;
 mod entries;
 mod line;
-#[cfg(all(test, unix))]
+#[cfg(test)]
+#[cfg(unix)]
 mod power;
 
 use disk::{FileIdentity, JournalFile};
@@ -56,8 +57,8 @@ pub(crate) struct Journal {
     has_rest: bool,
     /// True if the folder may still name the file before this one after a crash.
     is_renamed: bool,
-    /// The file in the folder as this journal has left it.
-    left: Option<FileIdentity>,
+    /// The open file, with the bytes that this journal has left in it.
+    left: FileIdentity,
     entries: Entries,
     /// The size from which the file is written again if half of it is not needed.
     compact_from: u64,
@@ -87,6 +88,7 @@ impl Journal {
         }
         let lock = lock(path)?;
         let file = JournalFile::open(path).map_err(failed)?;
+        let left = file.identity().map_err(failed)?;
         let mut journal = Self {
             path: path.clone(),
             file,
@@ -94,13 +96,12 @@ impl Journal {
             has_rest: false,
             // The process before may have ended just after a replacement.
             is_renamed: true,
-            left: None,
+            left,
             entries: Entries::default(),
             compact_from: SMALL,
             _lock: lock,
         };
-        journal.left = FileIdentity::of(path);
-        if journal.file.len().map_err(failed)? == 0 {
+        if left.bytes == 0 {
             journal.compact().map_err(failed)?;
             return Ok(journal);
         }
@@ -156,11 +157,12 @@ impl Journal {
         if missing > 0 {
             // Before the next line, whose end may reach the disk first.
             let mut write = || {
+                self.check(self.left)?;
                 self.file.write_at(self.length - missing, b"\n")?;
                 self.file.sync()
             };
             write().map_err(failed)?;
-            self.left = FileIdentity::of(&self.path);
+            self.left.bytes = self.length;
         }
         Ok(())
     }
@@ -198,38 +200,55 @@ impl Journal {
     /// Returns the error from the system.
     pub(crate) fn append(&mut self, change: &Change<'_>) -> io::Result<()> {
         let line = change.written()?;
-        self.check_unchanged()?;
-        let written = self.write_line(line.as_bytes());
-        self.left = FileIdentity::of(&self.path);
-        written?;
+        self.check(self.left)?;
+        self.write_line(line.as_bytes())?;
         let span = Span { start: self.length, bytes: line.len() as u64 };
         self.length += span.bytes;
         self.entries.apply(change, span);
         Ok(())
     }
 
-    /// Refuses to change a file that somebody else has replaced, cut or made longer. What they have written would be lost,
-    /// and so would be what is written behind it.
-    fn check_unchanged(&self) -> io::Result<()> {
-        if FileIdentity::of(&self.path) == self.left {
-            return Ok(());
-        }
-        let reason = format!(
-            "somebody has changed {} while this server uses it; restart the server to read it again",
-            self.path.display()
-        );
+    /// Returns an error unless the path leads to this file. Somebody else may have replaced it, cut it or made it longer.
+    /// What they have written would be lost by a change, and so would be what is written behind it or into a file without
+    /// a name.
+    fn check(&self, expected: FileIdentity) -> io::Result<()> {
+        let path = self.path.display();
+        let reason = match FileIdentity::of(&self.path) {
+            Ok(found) if found == expected => return Ok(()),
+            Ok(_) => format!("somebody has changed {path}"),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => format!("somebody has removed {path}"),
+            Err(error) => {
+                return Err(io::Error::new(error.kind(), format!("cannot look at {path}: {error}")));
+            }
+        };
+        let reason = format!("{reason} while this server uses it; restart the server to read it again");
         Err(io::Error::new(io::ErrorKind::InvalidData, reason))
     }
 
     fn write_line(&mut self, line: &[u8]) -> io::Result<()> {
         self.mend()?;
-        self.write(line).inspect_err(|_| {
-            self.has_rest = true;
-            // Nothing else waits for this: the next change tries again.
-            if let Err(error) = self.mend() {
-                warn!(%error, "cannot cut off a change of the registered documents that was not written whole");
-            }
-        })
+        let mut whole = self.left;
+        whole.bytes = self.length + line.len() as u64;
+        self.write(line)
+            // Somebody may have given the path to another file during the write.
+            .and_then(|()| self.check(whole))
+            .inspect_err(|_| self.take_back(whole.bytes))?;
+        self.left = whole;
+        Ok(())
+    }
+
+    /// Cuts off a line that was refused, and would end at `end`.
+    fn take_back(&mut self, end: u64) {
+        let bytes = self.file.len().unwrap_or(self.length);
+        if !(self.length..=end).contains(&bytes) {
+            // Somebody else has cut the file or made it longer. It stays as they have left it.
+            return;
+        }
+        (self.has_rest, self.left.bytes) = (true, bytes);
+        // Nothing else waits for this: the next change tries again.
+        if let Err(error) = self.mend() {
+            warn!(%error, "cannot cut off a change of the registered documents that was not written whole");
+        }
     }
 
     fn write(&mut self, line: &[u8]) -> io::Result<()> {
@@ -241,6 +260,7 @@ impl Journal {
     fn mend(&mut self) -> io::Result<()> {
         if self.has_rest {
             self.file.set_len(self.length)?;
+            self.left.bytes = self.length;
             self.file.sync()?;
             self.has_rest = false;
         }
@@ -286,7 +306,8 @@ impl Journal {
                 warn!(
                     path = %self.path.display(),
                     %error,
-                    "cannot write the registered documents again without the lines that are no longer needed; free some space"
+                    "cannot write the registered documents again without the lines that are no longer needed{}",
+                    advice(&error)
                 );
                 self.compact_from = self.length + SMALL;
             }
@@ -295,19 +316,22 @@ impl Journal {
 
     /// Replaces the file by one with the needed lines alone.
     fn compact(&mut self) -> io::Result<()> {
-        self.check_unchanged()?;
+        self.check(self.left)?;
         let path = beside(&self.path, "new");
-        let written = self.write_needed(&path);
-        let file =
-            written.and_then(|file| disk::rename(&path, &self.path).map(|()| file)).inspect_err(|_| {
-                // What remains of it is written over the next time.
-                let _ = disk::remove(&path);
-            })?;
-        self.file = file;
+        let written = self.write_needed(&path).and_then(|file| {
+            let left = file.identity()?;
+            // Writing takes time, in which somebody may have changed the file.
+            self.check(self.left)?;
+            disk::rename(&path, &self.path).map(|()| (file, left))
+        });
+        let (file, left) = written.inspect_err(|_| {
+            // What remains of it is written over the next time.
+            let _ = disk::remove(&path);
+        })?;
+        (self.file, self.left) = (file, left);
         self.length = self.needed();
         self.has_rest = false;
         self.is_renamed = true;
-        self.left = FileIdentity::of(&self.path);
         self.entries.move_together(FirstLine::written().len() as u64);
         self.mend()
     }
@@ -344,6 +368,14 @@ impl Entries {
                 self.forget(&(tenant.as_deref().map(Arc::from), id.clone().into_owned()));
             }
         }
+    }
+}
+
+/// Returns what helps if a file cannot be written again for this reason.
+fn advice(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "; free some space",
+        _ => "",
     }
 }
 

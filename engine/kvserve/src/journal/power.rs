@@ -146,22 +146,22 @@ impl LossyFile {
     }
 }
 
+/// A name that goes, and a name that a file gets.
+type NameChange = (Option<OsString>, Option<(OsString, usize)>);
+
 /// A folder on a disk: the names that are safe, and the changes of names that are not.
 #[derive(Debug, Default, Clone)]
 struct LossyDisk {
     files: Vec<LossyFile>,
     names: HashMap<OsString, usize>,
     /// Names that go, and names that files get, each with all changes of one call.
-    open: Vec<(Option<OsString>, Option<(OsString, usize)>)>,
+    open: Vec<NameChange>,
     /// The names as a running program sees them.
     seen: HashMap<OsString, usize>,
 }
 
 /// Applies a change of names.
-fn rename_in(
-    names: &mut HashMap<OsString, usize>,
-    (gone, new): (Option<OsString>, Option<(OsString, usize)>),
-) {
+fn rename_in(names: &mut HashMap<OsString, usize>, (gone, new): NameChange) {
     if let Some(gone) = gone {
         names.remove(&gone);
     }

@@ -1,6 +1,8 @@
 //! A journal through crashes, damage and disks that fail.
 
+use std::cell::RefCell;
 use std::io::Write as _;
+use std::rc::Rc;
 
 use super::*;
 
@@ -149,20 +151,23 @@ fn a_file_that_somebody_changes_under_a_server_is_not_copied_wrongly() {
     assert_eq!(fs::read(&path).unwrap(), edited);
 }
 
+/// Changes the file of a journal, whose bytes are given.
+type Edit = fn(&Path, &[u8]);
+
+/// The ways in which somebody else changes a file. Editors write a new file, or the same one.
+const EDITS: [Edit; 4] = [
+    |path, bytes| {
+        fs::write(beside(path, "edited"), bytes).unwrap();
+        fs::rename(beside(path, "edited"), path).unwrap();
+    },
+    |path, bytes| fs::write(path, [bytes, b"\n"].concat()).unwrap(),
+    |path, bytes| fs::write(path, &bytes[..bytes.len() / 2]).unwrap(),
+    |path, _| fs::remove_file(path).unwrap(),
+];
+
 #[test]
 fn no_change_is_answered_that_an_edited_file_would_lose() {
-    type Edit = fn(&Path, &[u8]);
-    let edits: [Edit; 4] = [
-        // Editors write a new file, or the same one.
-        |path, bytes| {
-            fs::write(beside(path, "edited"), bytes).unwrap();
-            fs::rename(beside(path, "edited"), path).unwrap();
-        },
-        |path, bytes| fs::write(path, [bytes, b"\n"].concat()).unwrap(),
-        |path, bytes| fs::write(path, &bytes[..bytes.len() / 2]).unwrap(),
-        |path, _| fs::remove_file(path).unwrap(),
-    ];
-    for (number, edit) in edits.into_iter().enumerate() {
+    for (number, edit) in EDITS.into_iter().enumerate() {
         let (_folder, path) = place();
         let mut journal = open(&path);
         journal.append(&registered("a", "one")).unwrap();
@@ -175,6 +180,76 @@ fn no_change_is_answered_that_an_edited_file_would_lose() {
         }
         assert_eq!(fs::read(&path).ok(), edited, "{number}: what somebody has written stays");
     }
+}
+
+/// Makes somebody edit a file while it, or its replacement, is synced for the next time. Returns what they leave.
+fn edit_at_next_sync(path: &Path, edit: Edit) -> Rc<RefCell<Option<Vec<u8>>>> {
+    let edited = Rc::new(RefCell::new(None));
+    let (path, leaves) = (path.to_owned(), Rc::clone(&edited));
+    disk::AT_NEXT_SYNC.set(Some(Box::new(move || {
+        edit(&path, &fs::read(&path).unwrap());
+        *leaves.borrow_mut() = fs::read(&path).ok();
+    })));
+    edited
+}
+
+#[test]
+fn no_change_is_answered_during_which_somebody_edits_the_file() {
+    for (number, edit) in EDITS.into_iter().enumerate() {
+        let (_folder, path) = place();
+        let mut journal = open(&path);
+        journal.append(&registered("a", "one")).unwrap();
+        let before = fs::read(&path).unwrap();
+        let backup = beside(&path, "backup");
+        fs::hard_link(&path, &backup).unwrap();
+        let edited = edit_at_next_sync(&path, edit);
+        let refused = journal.append(&registered("b", "two")).unwrap_err();
+        assert!(refused.to_string().contains("restart the server"), "{number}: {refused}");
+        assert!(!journal.has(&(Some("alice".into()), "b".to_owned())), "{number}");
+        journal.append(&registered("c", "three")).unwrap_err();
+        assert_eq!(fs::read(&path).ok(), *edited.borrow(), "{number}: what somebody has written stays");
+        if number == 0 || number == 3 {
+            assert_eq!(fs::read(&backup).unwrap(), before, "{number}: the refused line is cut off");
+        }
+    }
+}
+
+#[test]
+fn a_file_that_somebody_edits_while_it_is_written_again_is_not_replaced() {
+    for (number, edit) in EDITS.into_iter().enumerate() {
+        let (_folder, path) = place();
+        let mut journal = open(&path);
+        journal.append(&registered("a", "one")).unwrap();
+        let edited = edit_at_next_sync(&path, edit);
+        let refused = journal.compact().unwrap_err();
+        assert!(refused.to_string().contains("restart the server"), "{number}: {refused}");
+        assert_eq!(fs::read(&path).ok(), *edited.borrow(), "{number}: what somebody has written stays");
+        assert!(!beside(&path, "new").exists());
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_looked_at_is_nobodys_edit() {
+    let (folder, _) = place();
+    let inner = folder.path().join("inner");
+    fs::create_dir(&inner).unwrap();
+    let path = inner.join("documents.jsonl");
+    let mut journal = open(&path);
+    fs::rename(&inner, folder.path().join("elsewhere")).unwrap();
+    fs::write(&inner, "").unwrap();
+    let refused = journal.append(&registered("a", "one")).unwrap_err();
+    let words = refused.to_string();
+    assert!(words.contains("cannot look at") && !words.contains("somebody"), "{words}");
+    assert_eq!(refused.kind(), io::ErrorKind::NotADirectory);
+}
+
+#[test]
+fn more_space_is_advised_only_where_it_helps() {
+    let (_folder, path) = place();
+    let mut journal = open(&path);
+    assert_eq!(advice(&io::ErrorKind::StorageFull.into()), "; free some space");
+    fs::remove_file(&path).unwrap();
+    assert_eq!(advice(&journal.compact().unwrap_err()), "");
 }
 
 #[test]
@@ -254,7 +329,7 @@ fn a_change_that_cannot_be_written_leaves_nothing() {
     // A write that fails in its middle leaves a part of a line.
     OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"check\":\"12").unwrap();
     journal.file = real;
-    journal.left = FileIdentity::of(&path);
+    journal.left = journal.file.identity().unwrap();
     journal.append(&registered("d", "four")).unwrap();
     assert_eq!(ids(&mut journal), ["a", "d"]);
     drop(journal);

@@ -55,9 +55,10 @@ fn no_step_computes_anything_for_a_client_that_is_gone(#[case] path: &str, #[cas
     let (gone_at, is_gone) = channel::<()>();
     let is_gone = Arc::new(Mutex::new(is_gone));
     std::thread::scope(|scope| {
-        let gone_at = gone_at;
+        let (gone_at, server) = (gone_at, &server);
         // The engine stands still between two steps, while the request runs, until the server knows that the client is gone.
-        let engine = scope.spawn(|| {
+        // If the thread fails, its sender goes with it, so that nobody waits.
+        let engine = scope.spawn(move || {
             wait_for("the request has blocks", || {
                 let (holds_at, is_gone) = (holds_at.clone(), Arc::clone(&is_gone));
                 server.with_engine(move |engine| {
