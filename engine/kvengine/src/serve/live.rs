@@ -215,11 +215,9 @@ impl LiveRequest {
         let branch = &mut self.branches[branch];
         (branch.sequence, branch.computed) = (Some(sequence), cached);
         if first {
-            let cached = cached.min(branch.prompt);
-            match self.prompt.is_chunked() {
-                true => self.prompt.costs_mut().cached_question = cached,
-                false => self.prompt.costs_mut().cached_tokens = cached,
-            }
+            let (cached, is_chunked) = (cached.min(branch.prompt), self.prompt.is_chunked());
+            let costs = self.prompt.costs_mut();
+            *if is_chunked { &mut costs.cached_question } else { &mut costs.cached_tokens } = cached;
         }
     }
 
