@@ -86,8 +86,9 @@ fn of_answers(model: Model, config: &EngineConfig, chunked: bool, reuse: bool) -
         if !chunked {
             return PromptTokens::Plain(tokens);
         }
-        let chunks = vec![tokens[..9].to_vec(), tokens[9..20].to_vec()];
-        PromptTokens::Chunked(ChunkedPrompt::new(vec![first], chunks, tokens[20..].to_vec()).unwrap())
+        // The question is long, so that the list of its tokens does not grow between the two answers.
+        let chunks = vec![tokens[..3].to_vec(), tokens[3..6].to_vec()];
+        PromptTokens::Chunked(ChunkedPrompt::new(vec![first], chunks, tokens[6..].to_vec()).unwrap())
     };
     let mut count = |answer: usize| {
         let request = Request { max_new_tokens: answer, reuse, ..engine.request(prompt(1)) };

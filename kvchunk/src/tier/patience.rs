@@ -30,8 +30,9 @@ pub(super) fn gives_up(waited: Duration, cost: Duration, bytes: usize, awaited: 
     let may_lose = MOST_LOST * cost;
     // If the prompt stopped waiting now, it would compute what is left.
     let left: f64 = awaited.iter().map(|one| one.cost.as_secs_f64() * (1.0 - one.progress)).sum();
-    // What has been read of a record is lost, so a disk that is too slow is given up as soon as that is known.
-    waited + left >= cost + may_lose || waited >= may_lose && !pays(waited, bytes, awaited)
+    // What has been read of a record is lost, so a disk that is too slow is given up as soon as that is known. A disk that
+    // becomes slower later may cost as much again.
+    waited >= may_lose && !pays(waited, bytes, awaited) || waited + left >= cost + 2.0 * may_lose
 }
 
 /// Returns whether the disk, as fast as it was so far, reads the next records before they would be computed.
@@ -94,14 +95,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_request_loses_at_most_a_tenth_whatever_the_disk(
-            records in prop::collection::vec((0.01f64..10.0, 1usize..1_000_000), 1..20),
-            speed in 0.01f64..20.0,
+        fn a_request_loses_a_twentieth_whatever_the_speed_of_the_disk(
+            // Times to compute a byte differ by a tenth.
+            records in prop::collection::vec((0.9f64..1.1, 1_000usize..1_000_000), 1..20),
+            speed in prop_oneof![0.01f64..20.0, 0.5..1.2],
         ) {
+            let records: Vec<_> = records.iter().map(|&(each, bytes)| (each * bytes as f64 / 1e5, bytes)).collect();
             let cost: f64 = records.iter().map(|(seconds, _)| seconds).sum();
             let bytes: usize = records.iter().map(|(_, bytes)| bytes).sum();
-            let (took, _) = wait(&records, speed * bytes as f64 / cost);
-            prop_assert!(took <= 1.1, "{took}");
+            let (took, arrived) = wait(&records, speed * bytes as f64 / cost);
+            prop_assert!(took <= 1.055, "{took}");
+            prop_assert!(speed < 1.2 || arrived == records.len(), "{arrived}");
         }
     }
 }

@@ -233,8 +233,9 @@ class Reads(Generic[L]):
             most += one.moved - one.since
         late = waited >= most
         if self.only_faster and one.cost:
-            # If the request stopped waiting now, it would compute what is left.
-            most = min(most, one.cost - one.left() + one.may_lose)
+            # If the request stopped waiting now, it would compute what is left. A disk that becomes slower later may cost
+            # twice as much as one that is too slow from the start.
+            most = min(most, one.cost - one.left() + 2 * one.may_lose)
             # A record that has been read in part is lost, so a disk that is too slow is given up as soon as that is known.
             if waited >= one.may_lose and not one.pays(waited):
                 most = 0.0
