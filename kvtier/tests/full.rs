@@ -19,7 +19,7 @@ const TMPFS: i64 = 0x0102_1994;
 #[test]
 fn a_limit_above_the_size_of_the_disk_is_an_error_that_reserves_nothing() {
     let about = match rustix::fs::statfs(SMALL) {
-        Ok(about) if i64::from(about.f_type) == TMPFS && about.f_blocks > 0 => about,
+        Ok(about) if about.f_type == TMPFS && about.f_blocks > 0 => about,
         about => {
             // No program that could be installed would change it, so this never counts as a failure.
             println!("SKIPPED: {SMALL} is not a file system in memory with a size: {about:?}");

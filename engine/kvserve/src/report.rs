@@ -189,10 +189,9 @@ impl Described {
     /// Returns the report on what follows the documents, if there are some.
     fn question(&self, generation: &Generation) -> Option<QuestionReport> {
         let end = self.end_of_documents();
-        let reused = match self.full_attention {
-            true => generation.cached_tokens.saturating_sub(end),
-            false => generation.cached_question,
-        };
+        let of_question = generation.cached_question;
+        let reused =
+            if self.full_attention { generation.cached_tokens.saturating_sub(end) } else { of_question };
         let tokens = generation.prompt_tokens.saturating_sub(end);
         (!self.documents.is_empty()).then_some(QuestionReport { tokens, reused })
     }

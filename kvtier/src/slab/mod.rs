@@ -294,7 +294,7 @@ impl Slab {
         self.shared.state.lock().contains(key)
     }
 
-    /// Returns the way of I/O and why better ones are not used, or `None` if the file is none of [`FileIo`].
+    /// Returns the way of I/O and why better ones are not used, or `None` if the file is none of [`FileIo`](crate::FileIo).
     pub fn io_choice(&self) -> Option<&IoChoice> {
         self.shared.io.choice()
     }

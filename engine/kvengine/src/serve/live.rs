@@ -58,7 +58,7 @@ pub(super) struct Branch {
     /// The block keys of the tokens that were looked up when the sequence was created.
     pub(super) keys: Option<PromptKeys>,
     /// The number of the request if its answer is approximate, so that nobody else may find it.
-    pub(super) owner: Option<u64>,
+    pub(super) owner: Option<RequestId>,
     /// The number of prompt tokens in [`tokens`](Self::tokens).
     pub(super) prompt: usize,
     /// The number of tokens whose keys and values are stored, or that are in the pass being planned.
@@ -158,7 +158,10 @@ impl Branch {
         let end = if self.forced.is_some() { self.prompt } else { self.tokens.len() };
         let keys = self.keys.take().filter(|keys| keys.scheme().root() == root);
         let scheme = match self.owner {
-            Some(owner) => KeyScheme::Private { root, shared: self.prompt, owner },
+            Some(RequestId(id)) => {
+                let own = root.derive("kvengine answer v1").child(&[id as u32, (id >> 32) as u32]);
+                KeyScheme::Private(root, self.prompt, own)
+            }
             None => root.into(),
         };
         let new = || PromptKeys::new(scheme, &self.tokens[..end], block_size);

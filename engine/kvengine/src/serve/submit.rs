@@ -56,8 +56,8 @@ impl Scheduler {
             let workers = self.workers.get_or_insert_with(|| Arc::new(ConstraintWorkers::new()));
             ConstraintState::start(Arc::clone(workers), constraint)
         });
-        let owner = request.sparse.map(|_| id.0);
-        let first = Branch { constraint, owner, ..Branch::new(tokens, prompt.start(), sampler) };
+        let owner = request.sparse.map(|_| id);
+        let first = Branch { owner, constraint, ..Branch::new(tokens, prompt.start(), sampler) };
         let live = LiveRequest {
             id,
             deadline: limit.map(|limit| now.saturating_add(limit)),

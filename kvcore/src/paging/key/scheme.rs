@@ -18,16 +18,10 @@ use super::{BlockKey, VllmChain, VllmExtras};
 pub enum KeyScheme {
     /// BLAKE3, chained from a root that covers everything except the tokens; see [`crate::KeyScope`].
     Chained(BlockKey),
-    /// As [`Chained`](Self::Chained), but nobody except `owner` finds blocks that end after the first `shared` tokens,
-    /// because their contents do not follow from their tokens, as with approximate attention.
-    Private {
-        /// The root.
-        root: BlockKey,
-        /// The number of tokens whose blocks everybody finds.
-        shared: usize,
-        /// The number of the owner, which nobody else has.
-        owner: u64,
-    },
+    /// A root, a number of tokens, and a key that nobody else has. As [`Chained`](Self::Chained), but blocks that end after
+    /// that many tokens follow the key, so that only its owner finds them: their contents do not follow from their tokens,
+    /// as with approximate attention.
+    Private(BlockKey, usize, BlockKey),
     /// vLLM's `sha256_cbor` chain, for routers that query both engines. Its keys cover only the tokens, the
     /// salt, the adapter and the inputs. A caller that shares a pool between models or layouts MUST give each
     /// model and layout its own salt.
@@ -49,7 +43,7 @@ impl KeyScheme {
     /// Returns the parent key of the first block.
     pub fn root(&self) -> BlockKey {
         match self {
-            Self::Chained(root) | Self::Private { root, .. } => *root,
+            Self::Chained(root) | Self::Private(root, ..) => *root,
             Self::Vllm(chain, _) => chain.none_hash(),
         }
     }
@@ -72,16 +66,11 @@ impl KeyScheme {
         let full = &tokens[..tokens.len() / block_size * block_size];
         match self {
             Self::Chained(_) => parent.chain(full, block_size),
-            Self::Private { shared, owner, .. } => {
-                let first_private = shared / block_size * block_size;
-                let (before, after) = full.split_at(first_private.saturating_sub(start).min(full.len()));
-                let mut keys = parent.chain(before, block_size);
-                let mut last = *keys.last().unwrap_or(parent);
-                if start + before.len() == first_private {
-                    last = last.child(&[*owner as u32, (*owner >> 32) as u32]).derive("kvcore private v1");
-                }
-                keys.extend(last.chain(after, block_size));
-                keys
+            Self::Private(_, shared, own) => {
+                let end = shared / block_size * block_size;
+                let (before, after) = full.split_at(full.len().min(end.saturating_sub(start)));
+                let next = if start <= end { own } else { parent };
+                [parent.chain(before, block_size), next.chain(after, block_size)].concat()
             }
             Self::Vllm(_, extras) => VllmChain::extend(parent, start, full, block_size, extras),
         }
@@ -91,25 +80,31 @@ impl KeyScheme {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::KeyScope;
 
     #[test]
     fn private_keys_begin_at_the_first_block_that_is_not_shared_whole() {
         let tokens: Vec<u32> = (0..40).collect();
-        let root = KeyScope::new("model", b"weights").root();
+        let [root, one, other] = [1, 2, 3].map(|byte| BlockKey([byte; 32]));
         let exact = KeyScheme::from(root).keys(&tokens, 4);
         for shared in 0..=45 {
-            let of = |owner| KeyScheme::Private { root, shared, owner };
-            let (one, other) = (of(1).keys(&tokens, 4), of(1 << 32 | 1).keys(&tokens, 4));
+            let of = |own| KeyScheme::Private(root, shared, own);
+            let (of_one, of_other) = (of(one).keys(&tokens, 4), of(other).keys(&tokens, 4));
             let whole = (shared / 4).min(10);
-            assert_eq!((&one[..whole], &other[..whole]), (&exact[..whole], &exact[..whole]), "{shared}");
+            assert_eq!(
+                (&of_one[..whole], &of_other[..whole]),
+                (&exact[..whole], &exact[..whole]),
+                "{shared}"
+            );
             for block in whole..10 {
-                assert!(one[block] != exact[block] && one[block] != other[block], "{shared}, {block}");
+                assert!(
+                    of_one[block] != exact[block] && of_one[block] != of_other[block],
+                    "{shared}, {block}"
+                );
             }
             // The same keys, whatever was known before.
             for known in 1..10 {
-                let rest = of(1).extend(&one[known - 1], 4 * known, &tokens[4 * known..], 4);
-                assert_eq!(rest, one[known..], "{shared}, {known}");
+                let rest = of(one).extend(&of_one[known - 1], 4 * known, &tokens[4 * known..], 4);
+                assert_eq!(rest, of_one[known..], "{shared}, {known}");
             }
         }
     }
