@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Literal, Protocol, TypeAlias, final, overload
 
-from typing_extensions import Self
+from typing_extensions import Self, disjoint_base
 
 class _SupportsDlpack(Protocol):
     """A tensor from NumPy, torch or another library."""
@@ -881,6 +881,7 @@ class SlabBlocks:
     def why_absent(self, name: bytes, tokens: Sequence[int], *, text: bytes | None = None) -> str:
         """Counts a miss, and returns why no record with this name is on the disk."""
 
+@disjoint_base
 class SlabLoad:
     """A record that is being loaded. If it is dropped, nobody waits for it any more."""
 
