@@ -11,6 +11,7 @@ import pytest
 from fake_engine import ROW, SIZE, Engine, context
 from fake_offloading import model_in
 from roomy import Roomy
+from slow_disk import Hanging  # noqa: F401
 
 ROOMY = Roomy()
 LENGTHS = [20, 30, 40]
@@ -108,26 +109,3 @@ def nothing_held_but_the_disk(engine: Engine) -> None:
     assert not counts or (counts["mutable"], counts["shared"]) == (0, 0), f"blocks of prefixes are held: {counts}"
     settle(engine)
     assert not engine.disk.reads.fetches and not engine.disk.copying and not engine.disk.stores
-
-
-class Hanging:
-    """Native records whose disk has stopped to answer."""
-
-    def __init__(self, own: Any) -> None:
-        self.own, self.begun, self.given_up = own, 0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def begin_load(self, *_: Any) -> Any:
-        self.begun += 1
-        return self
-
-    is_over, progress = False, 0.0
-
-    def wait(self, seconds: float) -> bool:
-        time.sleep(seconds)
-        return False
-
-    def give_up(self) -> None:
-        self.given_up += 1

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from fake_offloading import ROW, Offloading, config_of, model_in, vllm_config_of
-
-from kvcache._native import Slab
+from slow_disk import Hanging
 
 MIB = 1 << 20
 FILE = "records.kvslab"
@@ -50,35 +49,16 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     disk.stop()
 
 
-class Hanging:
-    """A slab whose disk has stopped to answer: a store returns at its deadline, as the native one does, and a load never ends."""
-
-    def __init__(self, own: Slab) -> None:
-        self.own, self.calls, self.given_up = own, 0, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.own, name)
-
-    def begin_load(self, name: bytes) -> Hanging:
-        self.calls += 1
-        return self
-
-    is_over, progress = False, 0.0
-
-    def wait(self, seconds: float) -> bool:
-        time.sleep(seconds)
-        return False
-
-    def give_up(self) -> None:
-        self.given_up += 1
+class HangingSlab(Hanging):
+    """As ``Hanging``, for rows. A store returns at its deadline, as the native one does."""
 
     def store(self, names: list[bytes], rows: Any, at: list[int], *, deadline: float, costs: list[float]) -> list[bool]:
-        self.calls += 1
+        self.begun += 1
         time.sleep(deadline)
         return [False] * len(names)
 
 
-def hang(host: Offloading) -> Hanging:
-    hanging = Hanging(host.tier._slab)
+def hang(host: Offloading) -> HangingSlab:
+    hanging = HangingSlab(host.tier._slab)
     host.tier._slab = host.tier._jobs.slab = hanging
     return hanging

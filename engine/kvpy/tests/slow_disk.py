@@ -1,4 +1,4 @@
-"""A disk that reads slowly."""
+"""Disks that read slowly, or not at all."""
 
 from __future__ import annotations
 
@@ -40,3 +40,26 @@ class SlowLoad:
     def wait(self, seconds: float) -> bool:
         time.sleep(seconds)
         return self.is_over
+
+
+class Hanging:
+    """Native records whose disk has stopped to answer."""
+
+    def __init__(self, own: Any) -> None:
+        self.own, self.begun, self.given_up = own, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+    def begin_load(self, *_: Any) -> Any:
+        self.begun += 1
+        return self
+
+    is_over, progress = False, 0.0
+
+    def wait(self, seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
+
+    def give_up(self) -> None:
+        self.given_up += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fake_offloading import Offloading, key
-from fake_tier import Disk, Hanging, disk, hang  # noqa: F401
+from fake_tier import Disk, HangingSlab, disk, hang  # noqa: F401
 from slow_disk import Throttled
 
 from kvcache.vllm.disk.prefill import FirstSteps, PrefillRate
@@ -113,7 +113,7 @@ def test_a_load_that_hangs_does_not_hold_up_another(disk: Disk) -> None:
     host = disk.start(read_deadline=1.0)
     host.store(KEYS[:10])
 
-    class Part(Hanging):
+    class Part(HangingSlab):
         def begin_load(self, name: bytes) -> Any:
             return super().begin_load(name) if name == KEYS[0] else self.own.begin_load(name)
 

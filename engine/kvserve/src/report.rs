@@ -26,7 +26,7 @@ pub(crate) struct KvReport {
     pub(crate) prefix_missed: Option<&'static str>,
     /// The documents, in the order of the prompt.
     pub(crate) parts: Vec<PartReport>,
-    /// What follows the documents: the conversation. `None` for a prompt without documents.
+    /// The conversation, which follows the documents. `None` for a prompt without documents.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) question: Option<QuestionReport>,
     /// The time to first token in milliseconds, from the arrival of the request.

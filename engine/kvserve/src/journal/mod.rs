@@ -209,8 +209,7 @@ impl Journal {
     }
 
     /// Returns an error unless the path leads to this file. Somebody else may have replaced it, cut it or made it longer.
-    /// What they have written would be lost by a change, and so would be what is written behind it or into a file without
-    /// a name.
+    /// A change would lose what they have written, and what this server writes behind it or into a file without a name.
     fn check(&self, expected: FileIdentity) -> io::Result<()> {
         let path = self.path.display();
         let reason = match FileIdentity::of(&self.path) {

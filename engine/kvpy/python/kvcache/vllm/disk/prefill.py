@@ -65,15 +65,17 @@ class FirstSteps:
 
     def step(self, new: Iterable[str]) -> None:
         """Notes that a step begins, with the requests that it schedules for the first time."""
-        now = time.monotonic()
+        now, over = time.monotonic(), set()
         for step in set(self.steps.values()):
             step.steps += 1
             if step.steps == self.under_way:
                 step.seconds = now - step.began
             elif step.seconds and step.tokens:
                 self.rate.measured(step.tokens, step.seconds)
-                step.steps += self.LONGEST
-        self.steps = {name: step for name, step in self.steps.items() if step.steps < self.under_way + self.LONGEST}
+                over.add(step)
+            elif step.steps >= self.under_way + self.LONGEST:
+                over.add(step)
+        self.steps = {name: step for name, step in self.steps.items() if step not in over}
         self.steps.update(dict.fromkeys(new, FirstStep(now)))
 
     def stored(self, request: str, tokens: list[int]) -> list[float]:
