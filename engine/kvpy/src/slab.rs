@@ -141,7 +141,7 @@ impl PySlab {
     fn begin_load(this: Bound<'_, Self>, name: &[u8]) -> PyResult<Py<RowLoad>> {
         let own = this.get();
         let (slab, id) = (own.slab()?, own.id(name));
-        let loading = this.py().detach(|| slab.begin_load(&id));
+        let loading = slab.begin_load(&id);
         RowLoad::start(this.py(), loading, slab, own.row_bytes)
     }
 

@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use crate::arena::Arena;
 use crate::error::CallError;
 use crate::slab::{PySlab, words_of};
-use crate::slab_load::SlabLoad;
+use crate::slab_load::{SlabLoad, copy};
 
 /// Records for the blocks of arenas of one shape, in which a block has the same ID.
 ///
@@ -143,7 +143,7 @@ impl SlabBlocks {
     ) -> PyResult<Py<BlockLoad>> {
         let slab = self.slab.get().slab()?;
         let id = self.id(name, &tokens, start);
-        let loading = py.detach(|| slab.begin_load(&id));
+        let loading = slab.begin_load(&id);
         Py::new(py, (BlockLoad { devices: Arc::clone(&self.devices) }, SlabLoad::new(loading, slab)))
     }
 
@@ -164,7 +164,7 @@ impl BlockLoad {
         let (devices, base) = (&*this.get().devices, this.as_super().get());
         let blocks = blocks_of(devices, blocks)?;
         let loading = base.take()?;
-        Ok(this.py().detach(|| match loading.end() {
+        Ok(copy(this.py(), loading.bytes(), || match loading.end() {
             Ok(buffers) => {
                 let pairs: Vec<_> = (0..).map(BlockId).zip(blocks.iter().copied()).collect();
                 // Arenas of one shape have as many buffers each.

@@ -8,6 +8,15 @@ use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
+/// The largest copy that keeps Python's lock. A thread that has released the lock waits for up to 5 ms (Python's switch
+/// interval) to get it back while another thread computes, for each of a prompt's records.
+const KEEPS_LOCK: usize = 4 << 20;
+
+/// Copies this many bytes, without Python's lock if that takes long.
+pub(crate) fn copy<T: Send>(py: Python<'_>, bytes: usize, copy: impl FnOnce() -> T + Send) -> T {
+    if bytes <= KEEPS_LOCK { copy() } else { py.detach(copy) }
+}
+
 /// A record that is being loaded. If it is dropped, nobody waits for it any more.
 #[pyclass(frozen, subclass, module = "kvcache._native")]
 pub(crate) struct SlabLoad {
@@ -49,8 +58,7 @@ impl SlabLoad {
     }
 
     /// Ends the load, and drops what has arrived. A load that has not ended is counted as late.
-    fn give_up(&self, py: Python<'_>) {
-        let own = self.own.lock().take();
-        py.detach(|| drop(own.map(Loading::end)));
+    fn give_up(&self) {
+        drop(self.own.lock().take().map(Loading::end));
     }
 }

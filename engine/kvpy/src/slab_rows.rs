@@ -9,7 +9,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::device::ArenaDevice;
-use crate::slab_load::SlabLoad;
+use crate::slab_load::{SlabLoad, copy};
 use crate::tensor::ForeignTensor;
 
 /// The number of bytes of a row that are copied and then digested.
@@ -100,7 +100,7 @@ impl RowLoad {
         let (bytes, base) = (this.get().row_bytes, this.as_super().get());
         let rows = Rows::of(&ForeignTensor::of_written(rows, &*ArenaDevice::open("cpu")?)?, bytes, &[at])?;
         let loading = base.take()?;
-        Ok(this.py().detach(|| match loading.end() {
+        Ok(copy(this.py(), loading.bytes(), || match loading.end() {
             Ok(buffers) => {
                 let fits = buffers.len() == 1 && rows.write(at, &buffers[0]);
                 base.slab.recycle(buffers);
