@@ -70,6 +70,8 @@ pub(super) enum Part {
 impl TierLink {
     /// Starts to load records, given in the order in which the prompt needs them.
     pub(super) fn begin(&self, wanted: Vec<Wanted>) -> BeganFetch {
+        // Starting the loads is a part of the wait.
+        let since = Instant::now();
         let (mut seen, mut listed, mut absent) = (HashSet::new(), Vec::new(), Vec::new());
         let (mut bytes, mut cost) = (0, Some(Duration::ZERO));
         for Wanted { id, text } in wanted {
@@ -110,7 +112,7 @@ impl TierLink {
             records: Mutex::new(records),
             order,
             early: Early::default(),
-            since: Instant::now(),
+            since,
             rule: self.rule,
             cost,
             bytes,

@@ -153,6 +153,10 @@ struct Shared {
 /// The number of threads that write.
 const WRITERS: usize = 2;
 
+// Decision: docs/decisions/tiers.md#a-thread-provides-the-memory-of-the-first-loads
+/// The largest number of bytes that are provided for the first loads.
+const FIRST_LOADS: usize = 32 << 20;
+
 impl Slab {
     /// The name of the file in the slab's folder.
     pub const FILE: &str = "records.kvslab";
@@ -219,10 +223,13 @@ impl Slab {
             given_up: AtomicUsize::new(0),
         });
         let mut this = Self { shared, writers: Vec::new(), lock };
-        for _ in 0..WRITERS {
+        for number in 0..WRITERS {
             let (shared, lock) = (Arc::clone(&this.shared), Arc::clone(&this.lock));
             let writer = std::thread::Builder::new().name("kvtier-writer".to_owned());
             let writer = writer.spawn(move || {
+                if number == 0 {
+                    shared.spares.provide(FIRST_LOADS.min(shared.geometry.file_bytes() as usize / 16));
+                }
                 shared.write_batches();
                 drop(lock);
             });

@@ -108,6 +108,14 @@ impl Spares {
         Some(piece)
     }
 
+    /// Allocates memory of at most `bytes` bytes, so that nobody waits for it later.
+    pub(super) fn provide(&self, bytes: usize) {
+        let pages = (bytes / PAGE).min(self.most);
+        if pages >= Self::FEWEST_PAGES {
+            self.give([Piece::allocate(pages)]);
+        }
+    }
+
     /// Keeps pieces. The ones that have been here longest leave if there are too many.
     pub(super) fn give(&self, pieces: impl IntoIterator<Item = Piece>) {
         for piece in Piece::join_all(pieces.into_iter().collect()) {

@@ -29,7 +29,7 @@ const SPEEDS: [(f64, [&str; 2]); 4] = [
 const TARGETS: [TtftTarget; 2] = [TtftTarget::TimesAsFast(5.0), TtftTarget::TimesAsLong(1.1)];
 
 /// The number of measurements of each kind. Their median is reported.
-const RUNS: usize = 3;
+const RUNS: usize = 5;
 
 /// The longest time in which the disk must store the documents.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -11,6 +11,9 @@ SURE = 1024
 KEPT = 0.75
 """The part of earlier steps that is kept when another step is measured."""
 
+RELIED_ON = 0.8
+"""The part of a stored time that is relied on. The process that stored it also copied and wrote records meanwhile."""
+
 
 class PrefillRate:
     """The moving average of a prefill's time per token, in which longer steps weigh more."""
@@ -27,9 +30,10 @@ class PrefillRate:
 
     def cost(self, tokens: int, stored: float = 0.0) -> float:
         """Returns the number of seconds to compute tokens, or 0 if it is not known. ``stored`` is what it took when they
-        were stored. As long as too few tokens were measured, the smaller number of the two is returned, so that a request
-        does not wait longer than computing takes.
+        were stored. As long as too few tokens were measured, the smaller one of this process's number and four fifths of the
+        stored one is returned, so that a request does not wait longer than computing takes.
         """
+        stored *= RELIED_ON
         if not self._tokens:
             return stored
         own = self._seconds / self._tokens * tokens
