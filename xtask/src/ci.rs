@@ -99,7 +99,7 @@ pub(crate) const STEPS: &[CiStep] = &[
     step("cargo run --release --example continuous_batching", 3, &[]),
     step("cargo run --release --example chunk_reuse", 5, &[]),
     step("cargo run --release --example own_backend", 5, &[]),
-    step("cargo xtask soak --seconds 30", 45, &[]),
+    step("cargo xtask soak --seconds 60", 75, &[]),
     step("cargo xtask python", 60, python::NEEDS),
     step("cargo xtask conform --backend ascend", 15, &[]),
     step("cargo xtask conform --backend cpu", 5, &[]),

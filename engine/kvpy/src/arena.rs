@@ -14,6 +14,7 @@ use crate::device::ArenaDevice;
 use crate::error::{CallError, Result};
 use crate::foreign::{ArenaSide, PyForeignCache};
 use crate::names::dtype;
+use crate::provide::provide;
 use crate::rope::PyRopes;
 use crate::runs::CacheRows;
 use crate::segment::PyAttendWork;
@@ -95,6 +96,14 @@ impl Arena {
         let device = ArenaDevice::open(device)?;
         let kind = device.memory(memory)?;
         Ok(Self::allocate(shape, device, kind)?)
+    }
+
+    /// Has the system provide an arena of a CPU now, and not when blocks are first written. What the blocks contain stays,
+    /// and they may be used meanwhile. Does nothing to memory of other devices, or if the system refuses.
+    fn provide(&self, py: Python<'_>) {
+        if matches!(*self.device, ArenaDevice::Cpu(..)) {
+            py.detach(|| self.memory.storages().for_each(|storage| provide(&**storage)));
+        }
     }
 
     /// The size of a block in bytes, with the keys and values of all layers.

@@ -46,6 +46,7 @@ mod names;
 mod npu;
 mod pool;
 mod prompt;
+mod provide;
 mod rope;
 mod runs;
 mod sampling;

@@ -67,7 +67,11 @@ mod tests {
         assert_eq!((rate.cost(100), rate.cost_now(100, second.mul_f64(2.5))), (Duration::ZERO, 2 * second));
         rate.computed(50, 5 * second);
         assert_eq!(rate.cost(100), 10 * second);
-        assert_eq!(rate.cost_now(100, second.mul_f64(2.5)), 2 * second, "a short pass takes longer per token");
+        assert_eq!(
+            rate.cost_now(100, second.mul_f64(2.5)),
+            2 * second,
+            "a short pass takes longer per token"
+        );
         assert_eq!(rate.cost_now(100, 20 * second), 10 * second, "it was stored on a slower machine");
         assert_eq!(rate.cost_now(100, Duration::ZERO), 10 * second, "it was stored without a time");
         rate.computed(2000, 40 * second);

@@ -65,6 +65,9 @@ class Arena:
         device: str = "cpu",
         memory: Literal["device", "host"] = "device",
     ) -> Self: ...
+    def provide(self) -> None:
+        """Has the system provide an arena of a CPU now, and not when blocks are first written. Their contents stay."""
+
     @property
     def block_bytes(self) -> int: ...
     @property

@@ -51,6 +51,11 @@ class Arenas:
             for group in groups
         ]
 
+    def provide(self) -> None:
+        """Has the system provide the memory now, and not in the steps that first use it."""
+        for arena in self.arenas:
+            arena.provide()
+
     @property
     def block_bytes(self) -> int:
         """The number of bytes of a block in all arenas."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -104,6 +105,8 @@ class ChunkWorker:
             self.recomputer = Recomputer(self.config, runner, self.layers, tensors, orders[0], self.block_size, chunks.load_first)
         if shape.prefix_blocks > 0:
             self.prefixes = Arenas(groups, shape.prefix_blocks, shape.engine_block_size)
+        memory = [arena for arena in (self.arena, self.prefixes) if arena is not None]
+        threading.Thread(target=lambda: [arena.provide() for arena in memory], name="kvcache-memory", daemon=True).start()
         if self.settings.disk_path is not None:
             arenas = {name: arena for name, arena in ((False, self.arena), (True, self.prefixes)) if arena is not None}
             self.disk = open_disk(self.config, self.settings, shape, self.layers, arenas)

@@ -108,8 +108,9 @@ class JobLoads:
     def begin(self, load: RowLoad) -> Any:
         return self.jobs.slab.begin_load(load.name)
 
-    def take(self, fetch: JobFetch, load: RowLoad) -> None:
-        self.answer(fetch, load, load.handle.end(self.jobs.table, load.row))
+    def take(self, fetch: JobFetch) -> None:
+        for load, reason in fetch.taken(lambda load: load.handle.end(self.jobs.table, load.row)):
+            self.answer(fetch, load, reason)
 
     def answer(self, fetch: JobFetch, load: RowLoad, reason: str | None) -> None:
         if reason is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -70,7 +70,7 @@ class Fetching(Generic[L]):
         """The records that are not being read yet, in the order in which the request needs them."""
         self.reading: list[L] = []
         self.arrived: list[L] = []
-        """The record that is being taken."""
+        """The records that have been read and are being taken."""
         self.since = since
         self.may_lose = max(MOST_LOST * whole, LEAST_LOST)
         """The number of seconds that the request may lose by waiting, beyond those that loads save. ``whole`` is what it
@@ -85,6 +85,12 @@ class Fetching(Generic[L]):
 
     def is_over(self) -> bool:
         return not self.reading and not self.waiting
+
+    def taken(self, end: Callable[[L], str | None]) -> Iterator[tuple[L, str | None]]:
+        """Ends the loads that have arrived, and yields each with the reason why it is of no use, or None."""
+        while self.arrived:
+            reason = end(self.arrived[0])
+            yield self.arrived.pop(0), reason
 
     def left(self) -> float:
         """Returns the number of seconds to compute what has not been read."""
@@ -121,8 +127,8 @@ class Owner(Protocol[L]):
     def begin(self, load: L) -> Any:
         """Starts to read a record, and returns the native load."""
 
-    def take(self, fetch: Fetching[L], load: L) -> None:
-        """Puts a record that has arrived where it belongs, and answers."""
+    def take(self, fetch: Fetching[L]) -> None:
+        """Puts the records that have arrived where they belong, and answers."""
 
     def answer(self, fetch: Fetching[L], load: L, reason: str | None) -> None:
         """Says that a record is there, or the reason why it is not."""
@@ -170,18 +176,18 @@ class Reads(Generic[L]):
 
     def advance(self, one: Fetching[L]) -> bool:
         """Starts what a fetch waits for, and takes what has arrived. Returns whether something has."""
-        progress = False
         self._start(one)
-        for load in [load for load in one.reading if load.handle.is_over]:
-            progress = True
-            # The disk reads the next records while this one is copied.
-            one.arrived.append(load)
-            one.reading.remove(load)
-            self._start(one)
-            self.owner.take(one, load)
-            one.arrived.remove(load)
+        is_over = {load: load.handle.is_over for load in one.reading}
+        one.arrived = [load for load, is_read in is_over.items() if is_read]
+        one.reading = [load for load, is_read in is_over.items() if not is_read]
+        has_progress = bool(one.arrived)
+        # The disk reads the next records while these are copied.
+        self._start(one)
+        if has_progress:
+            # Together, because each lock that the step also takes costs a switch of threads.
+            self.owner.take(one)
         self._give_up(one)
-        return self._end_if_over(one) or progress
+        return self._end_if_over(one) or has_progress
 
     def wait(self, fetches: Sequence[Fetching[L]]) -> None:
         """Waits for a moment, or until a record has been read."""

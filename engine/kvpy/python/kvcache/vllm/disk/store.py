@@ -253,24 +253,29 @@ class DiskStore:
         record = load.record
         return self.blocks[record.of_prefix].begin_load(self._name(record), record.tokens, record.start)
 
-    def take(self, fetch: RankFetch, load: Loading) -> None:
-        """Writes a record that has arrived to host memory."""
+    def take(self, fetch: RankFetch) -> None:
+        """Writes records that have arrived to host memory."""
         with self.changed:
             if self.generation != fetch.generation:
+                fetch.arrived.clear()
                 return
-            # Until the copy ends, a reset waits.
-            self.copying = _places(load.record)
+            # Until the copies end, a reset waits.
+            self.copying = {place for load in fetch.arrived for place in _places(load.record)}
+        answers: dict[int, tuple[int, str | None]] = {}
         try:
-            reason = load.handle.end(load.record.blocks)
+            answers.update((load.number, (1, reason)) for load, reason in fetch.taken(lambda load: load.handle.end(load.record.blocks)))
         finally:
-            self._copied()
-        self.answer(fetch, load, reason)
+            self._answer(fetch, answers)
 
     def answer(self, fetch: RankFetch, load: Loading, reason: str | None) -> None:
+        self._answer(fetch, {load.number: (1, reason)})
+
+    def _answer(self, fetch: RankFetch, answers: dict[int, tuple[int, str | None]]) -> None:
         with self.changed:
-            if self.generation == fetch.generation:
-                self.answers.setdefault(fetch.order.name, {})[load.number] = (1, reason)
-                self.changed.notify_all()
+            self.copying = set()
+            if answers and self.generation == fetch.generation:
+                self.answers.setdefault(fetch.order.name, {}).update(answers)
+            self.changed.notify_all()
 
     def ended(self, fetch: RankFetch) -> None:
         with self.changed:
