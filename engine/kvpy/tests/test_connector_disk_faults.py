@@ -145,12 +145,12 @@ def test_a_load_that_takes_longer_than_computing_is_skipped(disk: Disk) -> None:
 
 def test_few_measured_tokens_do_not_make_a_request_wait() -> None:
     rate = PrefillRate()
-    assert rate.cost(100) == 0.0 and rate.cost(100, 2.5) == 2.0, "nothing is measured"
+    assert rate.cost(100) == 0.0 and rate.cost_of_stored(100, 2.5) == 2.0, "nothing is measured"
     rate.measured(50, 5.0)
-    assert rate.cost(100) == 10.0 and rate.cost(100, 2.5) == 2.0, "a short step takes longer per token"
-    assert rate.cost(100, 20.0) == 10.0, "it was stored on a slower machine"
+    assert rate.cost(100) == 10.0 and rate.cost_of_stored(100, 2.5) == 2.0, "a short step takes longer per token"
+    assert rate.cost_of_stored(100, 20.0) == 10.0, "it was stored on a slower machine"
     rate.measured(2000, 40.0)
-    assert 2.0 < rate.cost(100) < 2.3 and rate.cost(100, 1.0) == rate.cost(100), "longer steps weigh more"
+    assert 2.0 < rate.cost(100) < 2.3 and rate.cost_of_stored(100, 1.0) == rate.cost(100), "longer steps weigh more"
 
 
 def test_a_request_stops_waiting_when_giving_up_costs_a_twentieth(disk: Disk) -> None:

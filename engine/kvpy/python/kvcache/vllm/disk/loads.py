@@ -86,7 +86,7 @@ class JobLoads:
     def _load(self, name: bytes, row: int, tokens: int) -> RowLoad:
         # A block that has left since is loaded all the same, so that it counts as a miss.
         size, stored = self.jobs.slab.peek(name) or (0, 0.0)
-        return RowLoad(self.jobs.prefill.cost(tokens, stored), size, name, row)
+        return RowLoad(self.jobs.prefill.cost_of_stored(tokens, stored), size, name, row)
 
     def _refuse(self, job: Job, reason: str) -> None:
         job.reason = reason

@@ -28,16 +28,19 @@ class PrefillRate:
         self._tokens = KEPT * self._tokens + tokens
         self._all += tokens
 
-    def cost(self, tokens: int, stored: float = 0.0) -> float:
-        """Returns the number of seconds to compute tokens, or 0 if it is not known. ``stored`` is what it took when they
-        were stored. As long as too few tokens were measured, the smaller one of this process's number and four fifths of the
-        stored one is returned, so that a request does not wait longer than computing takes.
+    def cost(self, tokens: int, other: float = 0.0) -> float:
+        """Returns the number of seconds to compute tokens, or 0 if it is not known. ``other`` is another measurement of the same
+        tokens. As long as too few tokens were measured, the smaller number of the two is returned, so that a request does not
+        wait longer than computing takes.
         """
-        stored *= RELIED_ON
         if not self._tokens:
-            return stored
+            return other
         own = self._seconds / self._tokens * tokens
-        return min(own, stored) if stored and self._all < SURE else own
+        return min(own, other) if other and self._all < SURE else own
+
+    def cost_of_stored(self, tokens: int, stored: float) -> float:
+        """Returns the number of seconds to compute tokens that took ``stored`` seconds when they were stored, or 0."""
+        return self.cost(tokens, RELIED_ON * stored)
 
 
 @dataclass(eq=False)

@@ -129,7 +129,7 @@ class DiskStore:
                 answers[number] = (1, blocks.why_absent(name, record.tokens, text=self._text(record)))
                 continue
             size, seconds = found
-            listed.append(Loading(self.prefill.cost(len(record.tokens), seconds), size, number, record))
+            listed.append(Loading(self.prefill.cost_of_stored(len(record.tokens), seconds), size, number, record))
         loads = [load for load in listed if load.record.blocks]
         if self.reads.is_slower(listed, self.slab.expected):
             self.slab.count_skipped(len(listed))
