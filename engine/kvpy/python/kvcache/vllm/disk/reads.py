@@ -18,8 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 MOST_LOST = 0.05
 """The part of the time to compute what it lacks that a request may lose by waiting for a disk."""
-LEAST_LOST = 0.02
-"""The number of seconds that it may lose in any case."""
+LEAST_LOST = 0.05
+"""The number of seconds that it may lose in any case, because short waits of a busy process say nothing about a disk."""
 TRIED = 16
 """One of so many loads is tried although computing was expected to be faster, because the disk may have become faster."""
 MOST_LOADING = 64 << 20
