@@ -256,6 +256,7 @@ impl Scheduler {
         let Some(at) = index_of(&self.running, rank) else { return };
         self.plan.remove(rank);
         let live = self.moving.insert(self.running.remove(at));
+        live.prompt.give_way(live.branches.iter().any(|branch| branch.sequence.is_some()));
         if self.swap.swap_out(runner, live) {
             self.swaps += 1;
         } else {
