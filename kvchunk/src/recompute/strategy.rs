@@ -344,7 +344,7 @@ mod tests {
             "random:0.3@7", "full",
         ];
         for salt in 0..50 {
-            let found = || Findings { attention: Some(scores(salt)), deviations: Some(scores(salt + 1000)) };
+            let found = move || Findings { attention: Some(scores(salt)), deviations: Some(scores(salt + 1000)) };
             for name in names {
                 let strategy: Recompute = name.parse().unwrap();
                 let first = strategy.select(&chunks(), &found());
