@@ -399,8 +399,6 @@ impl LivePrompt {
     ) -> Result<()> {
         let strategy = Arc::clone(&request.recompute);
         if let Some(check) = strategy.evidence().deviations {
-            // A blend computes the whole question itself.
-            self.behind = None;
             let question = self.question(runner, request)?;
             let (source, assembled, stage) = self.stored(runner, request)?;
             *stage = Stage::Blending(Box::new(Blend::new(&source, assembled, question, (check, found))?));
@@ -510,9 +508,11 @@ fn longest_wait(runner: &Runner) -> u64 {
     runner.caches.chunks().map_or(0, |chunks| chunks.config().max_wait_ms)
 }
 
-/// Returns the root of the block keys behind an assembly that is ready, or `None` if nothing may be kept there.
+// Decision: docs/decisions/serve.md#questions-that-choose-tokens-are-not-kept
+/// Returns the root of the block keys behind an assembly that is ready, or `None` if nothing is kept there.
 fn root_behind(assembly: &Assembly, keys: &TenantKeys, request: &Request) -> Option<BlockKey> {
-    let prompt = request.chunked().filter(|_| request.reuse)?;
+    // A strategy with evidence chooses tokens by the whole question, or computes the question in a blend.
+    let prompt = request.chunked().filter(|_| request.reuse && request.recompute.evidence().is_none())?;
     assembly.question_root(keys.root(), prompt).ok().flatten()
 }
 
