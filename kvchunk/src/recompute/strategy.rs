@@ -335,16 +335,26 @@ mod tests {
         let scores = |salt: u64| {
             let odd = [0.0, -0.0, f32::NAN, -f32::NAN, f32::INFINITY, 0.5, 0.5];
             let of = |chunk: usize, tokens: usize| {
-                (0..tokens).map(|token| odd[mix(salt ^ (chunk * 64 + token) as u64) as usize % odd.len()]).collect()
+                (0..tokens)
+                    .map(|token| odd[mix(salt ^ (chunk * 64 + token) as u64) as usize % odd.len()])
+                    .collect()
             };
             TokenScores::new(vec![of(0, 4), of(1, 6), of(2, 10)])
         };
         let names = [
-            "none", "link:2", "blend:0.3", "blend:0.3@2:both", "question:0.3", "question:0.3@1", "joint:0.3",
-            "random:0.3@7", "full",
+            "none",
+            "link:2",
+            "blend:0.3",
+            "blend:0.3@2:both",
+            "question:0.3",
+            "question:0.3@1",
+            "joint:0.3",
+            "random:0.3@7",
+            "full",
         ];
         for salt in 0..50 {
-            let found = move || Findings { attention: Some(scores(salt)), deviations: Some(scores(salt + 1000)) };
+            let found =
+                move || Findings { attention: Some(scores(salt)), deviations: Some(scores(salt + 1000)) };
             for name in names {
                 let strategy: Recompute = name.parse().unwrap();
                 let first = strategy.select(&chunks(), &found());

@@ -266,7 +266,9 @@ fn a_question_that_takes_part_in_the_choice_leaves_nothing_in_the_pool(
 
 /// If the share leaves no choice, the question takes no part in it.
 #[rstest]
-fn a_share_of_all_or_nothing_keeps_the_conversation(#[values("question:0", "question:1", "blend:1")] strategy: &str) {
+fn a_share_of_all_or_nothing_keeps_the_conversation(
+    #[values("question:0", "question:1", "blend:1")] strategy: &str,
+) {
     let first = Chat::new(ReuseCell::SEQUENTIAL_ALONE, strategy);
     let mut warm = engine("llama-deep");
     let second = first.next(&first.ask(&mut warm));

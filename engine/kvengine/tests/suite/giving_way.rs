@@ -168,7 +168,9 @@ fn unlike(strategy: Option<&str>) -> Vec<Request> {
             None => PromptTokens::Plain(text(seed, 14)),
             Some(_) => {
                 let documents = vec![text(seed + 100, 7), text(seed + 200, 5)];
-                PromptTokens::Chunked(ChunkedPrompt::new(text(seed + 300, 6), documents, text(seed, 14)).unwrap())
+                PromptTokens::Chunked(
+                    ChunkedPrompt::new(text(seed + 300, 6), documents, text(seed, 14)).unwrap(),
+                )
             }
         };
         let recompute = strategy.unwrap_or("none").parse::<Recompute>().unwrap();
@@ -180,7 +182,9 @@ fn unlike(strategy: Option<&str>) -> Vec<Request> {
 
 #[rstest]
 fn what_a_request_computed_before_it_gave_way_does_not_count_as_cached(
-    #[values(None, Some("none"), Some("link:2"), Some("question:0.4"), Some("blend:0.5@1"))] strategy: Option<&str>,
+    #[values(None, Some("none"), Some("link:2"), Some("question:0.4"), Some("blend:0.5@1"))] strategy: Option<
+        &str,
+    >,
     #[values(1, 3)] samples: usize,
 ) {
     let mut requests = unlike(strategy);
@@ -199,7 +203,9 @@ fn what_a_request_computed_before_it_gave_way_does_not_count_as_cached(
 
 /// An earlier request has left the beginning of a prompt. The prompt's request is the first to give way.
 #[rstest]
-fn what_others_left_counts_as_cached_also_after_a_request_gave_way(#[values(None, Some("none"))] strategy: Option<&str>) {
+fn what_others_left_counts_as_cached_also_after_a_request_gave_way(
+    #[values(None, Some("none"))] strategy: Option<&str>,
+) {
     let mut requests = unlike(strategy);
     let late = Request { max_new_tokens: 1, ..requests[5].clone() };
     requests[5].priority = -1;

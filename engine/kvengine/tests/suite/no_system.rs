@@ -15,7 +15,9 @@ use crate::failure::assert_nothing_held;
 const BLOCK: usize = 4;
 
 fn documents() -> Vec<Vec<u32>> {
-    [(3, 9), (17, 13), (5, 6)].map(|(first, tokens)| (0..tokens).map(|i| 3 + (first * i + first) % 45).collect()).into()
+    [(3, 9), (17, 13), (5, 6)]
+        .map(|(first, tokens)| (0..tokens).map(|i| 3 + (first * i + first) % 45).collect())
+        .into()
 }
 
 fn question() -> Vec<u32> {
@@ -100,7 +102,8 @@ fn with_all_tokens_recomputed_the_answer_is_that_of_full_attention(
 fn a_system_prompt_is_another_beginning() {
     let cell = ReuseCell::SEQUENTIAL_WITH_SYSTEM;
     let bare = request(documents(), "none", cell);
-    let behind = Request { prompt: Arc::new(PromptTokens::Chunked(prompt(&[7, 8, 9], documents()))), ..bare.clone() };
+    let behind =
+        Request { prompt: Arc::new(PromptTokens::Chunked(prompt(&[7, 8, 9], documents()))), ..bare.clone() };
     for (first, second) in [(&bare, &behind), (&behind, &bare)] {
         let found = answers("llama-deep", [first, second]).pop().unwrap();
         assert_eq!(found.cached_tokens, 0);
@@ -119,7 +122,10 @@ fn a_system_prompt_is_another_beginning() {
     let prompt = prompt(&[], documents()).with_decoys(decoys).unwrap();
     request.prompt = Arc::new(PromptTokens::Chunked(prompt));
 })]
-fn other_settings_need_no_system_prompt(#[case] change: fn(&mut Request), #[values("none", "question:0.4")] strategy: &str) {
+fn other_settings_need_no_system_prompt(
+    #[case] change: fn(&mut Request),
+    #[values("none", "question:0.4")] strategy: &str,
+) {
     let mut request = request(documents(), strategy, ReuseCell::SEQUENTIAL_WITH_SYSTEM);
     change(&mut request);
     let [cold, warm] = answers("llama-deep", [&request, &request]).try_into().unwrap();

@@ -234,7 +234,9 @@ fn findable(engine: &Engine) -> (usize, usize) {
 /// A long part of a prompt is computed in several passes. The tokens behind the one that is not a number are in later
 /// passes, so that the first blocks are full before the last token has its logits.
 #[rstest]
-fn nothing_is_found_that_is_no_number(#[values("none", "link:2", "question:0.4", "blend:0.5@1")] strategy: &str) {
+fn nothing_is_found_that_is_no_number(
+    #[values("none", "link:2", "question:0.4", "blend:0.5@1")] strategy: &str,
+) {
     const BROKEN: u32 = 9;
     let mut engine = engine_without(BROKEN);
     let fails = |engine: &mut Engine, request: &Request| {
