@@ -11,7 +11,7 @@ use crate::replica::ReplicaId;
 pub enum Error {
     /// A part of a chunked prompt is empty, or the prompt has no chunks.
     #[error(
-        "{part} is empty; a chunked prompt needs a system prompt, chunks and a question, and none of them may be empty"
+        "{part} is empty; a chunked prompt needs chunks and a question, and no text between separators may be empty"
     )]
     EmptyPart {
         /// The name of the part, such as `"system prompt"`, `"chunk 2"` or `"question"`.

@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 /// The default separator between the parts of a prompt.
 pub const DEFAULT_SEPARATOR: &str = "##";
 
-/// The token IDs of a chunked prompt: system prompt, chunks and question.
+/// The token IDs of a chunked prompt: system prompt, chunks and question. The system prompt may be empty. In that case,
+/// a chunk sees only itself, and the decoys of its mode.
 ///
 /// The separator does not belong to any part and has no position. Each part is tokenised separately, because
 /// a tokenizer would otherwise merge characters across the boundaries into one token.
@@ -32,12 +33,9 @@ impl ChunkedPrompt {
     /// Creates a prompt from token IDs.
     ///
     /// # Errors
-    /// Returns [`Error::EmptyPart`] if a part is empty, or if there are no chunks.
+    /// Returns [`Error::EmptyPart`] if a chunk or the question is empty, or if there are no chunks.
     pub fn new(system: Vec<u32>, chunks: Vec<Vec<u32>>, question: Vec<u32>) -> Result<Self> {
         let empty = |part: String| Err(Error::EmptyPart { part });
-        if system.is_empty() {
-            return empty("system prompt".to_owned());
-        }
         if chunks.is_empty() {
             return empty("list of chunks".to_owned());
         }
@@ -85,7 +83,7 @@ impl ChunkedPrompt {
         Ok(self.system.iter().chain(self.decoys_in(mode)?.iter().flatten()).copied().collect())
     }
 
-    /// Returns the tokens of the system prompt.
+    /// Returns the tokens of the system prompt, which may be none.
     pub fn system(&self) -> &[u32] {
         &self.system
     }
@@ -200,10 +198,12 @@ mod tests {
 
     #[test]
     fn parts_from_token_ids_are_checked_too() {
-        for (system, chunks, question) in
-            [(vec![], vec![vec![1]], vec![2]), (vec![1], vec![], vec![2]), (vec![1], vec![vec![1]], vec![])]
+        for (chunks, question) in
+            [(vec![], vec![2]), (vec![vec![1], vec![]], vec![2]), (vec![vec![1]], vec![])]
         {
-            assert!(matches!(ChunkedPrompt::new(system, chunks, question), Err(Error::EmptyPart { .. })));
+            assert!(matches!(ChunkedPrompt::new(vec![1], chunks, question), Err(Error::EmptyPart { .. })));
         }
+        let bare = ChunkedPrompt::new(vec![], vec![vec![1], vec![2]], vec![3]).unwrap();
+        assert_eq!((bare.total_tokens(), bare.flatten()), (3, vec![1, 2, 3]));
     }
 }

@@ -377,7 +377,8 @@ pub struct Generation {
     pub finish: FinishReason,
     /// The number of tokens in the prompt.
     pub prompt_tokens: usize,
-    /// The number of prompt tokens whose KV was cached.
+    /// The number of prompt tokens whose KV was cached when the request began. What the request itself had computed
+    /// before a preemption does not count.
     pub cached_tokens: usize,
     /// The number of these tokens that are in the question of a chunked prompt.
     pub cached_question: usize,

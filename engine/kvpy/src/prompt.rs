@@ -12,7 +12,7 @@ pub(crate) struct PyChunkedPrompt(pub(crate) kvchunk::ChunkedPrompt);
 
 #[pymethods]
 impl PyChunkedPrompt {
-    /// Creates a prompt from the token IDs of its parts. No part may be empty. `decoys` are documents that
+    /// Creates a prompt from the token IDs of its parts. No part but the system prompt may be empty. `decoys` are documents that
     /// chunks see while they are computed in the mode `behind:N`. The question never sees them.
     #[new]
     #[pyo3(signature = (sys_prompt, chunks, user_question, *, decoys = None))]

@@ -3,7 +3,6 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use kvchunk::Error as ChunkError;
 use kvengine::{CutPrompt, Error as EngineError, PromptTokens, document_text};
 use kvmodel::{Error as ModelError, Message, Role, TextCodec};
 
@@ -96,11 +95,6 @@ impl BuiltPrompt {
         let parts = chunks.into_iter().enumerate().map(part).collect();
         Ok(Self { tokens, parts, not_reusable: None })
     }
-
-    /// Returns a prompt with all documents in place, of which none can be found again.
-    fn joined(tokens: Vec<u32>, reason: &'static str) -> Self {
-        Self { not_reusable: Some(reason), ..Self::plain(tokens) }
-    }
 }
 
 fn of_text(
@@ -123,10 +117,6 @@ fn of_text(
     }
     check_documents(&documents, context)?;
     let texts: Vec<&str> = documents.iter().map(|document| document.text.as_str()).collect();
-    if codec.encode(&system, true)?.is_empty() {
-        let joined = format!("{}{question}", texts.concat());
-        return Ok(BuiltPrompt::joined(codec.encode(&joined, true)?, NO_SYSTEM));
-    }
     let tokens = PromptTokens::from_parts(codec, &system, texts, &question, true).map_err(refused)?;
     Ok(BuiltPrompt { tokens, parts: names(documents), not_reusable: None })
 }
@@ -153,23 +143,20 @@ fn of_conversation(
     check_documents(&documents, context)?;
     let texts: Vec<&str> = documents.iter().map(|document| document.text.as_str()).collect();
     let around = PromptTokens::conversation_around(codec, &messages, place, texts.iter().copied());
-    let reason = match around {
+    match around {
         Ok(tokens) => return Ok(BuiltPrompt { tokens, parts: names(documents), not_reusable: None }),
-        Err(EngineError::Chunk(ChunkError::EmptyPart { part })) if part == "system prompt" => NO_SYSTEM,
         // The template may refuse the conversation itself. In that case, it does so again below.
-        Err(EngineError::Model(ModelError::Template { .. })) => TEMPLATE,
+        Err(EngineError::Model(ModelError::Template { .. })) => {}
         Err(error) => return Err(refused(error)),
-    };
+    }
     let (message, at) = place;
     let text = messages[message].text().into_owned();
     let joined = format!("{}{}{}", &text[..at], texts.concat(), &text[at..]);
     messages[message] = messages[message].with_text(joined);
     let tokens = codec.conversation(&messages).map_err(wrong_messages)?;
-    Ok(BuiltPrompt::joined(tokens, reason))
+    Ok(BuiltPrompt { not_reusable: Some(TEMPLATE), ..BuiltPrompt::plain(tokens) })
 }
 
-/// There is nothing in front of the documents, so there is nothing that they could be computed behind.
-const NO_SYSTEM: &str = "no_system_prompt";
 /// The chat template does not write the message with the documents exactly once.
 const TEMPLATE: &str = "template";
 
@@ -310,6 +297,16 @@ mod tests {
         assert_eq!(built.tokens, PromptTokens::split(&codec, text, "#", true).unwrap());
         let built = build(&codec, conversation(text), &separated(), None, 100).unwrap();
         assert_eq!(built.tokens, PromptTokens::split_chat(&codec, text, "#").unwrap());
+    }
+
+    #[test]
+    fn documents_may_be_the_beginning_of_a_prompt() {
+        let codec = codec();
+        let given = [Document { id: "a".to_owned(), text: "a".to_owned() }].into();
+        let documents = Documents { given, ..Documents::default() };
+        let built = build(&codec, AskedPrompt::Text("q".to_owned()), &documents, None, 100).unwrap();
+        assert_eq!(built.tokens, PromptTokens::from_parts(&codec, "", ["a\n"], "q", true).unwrap());
+        assert_eq!((built.parts.len(), built.not_reusable), (1, None));
     }
 
     #[test]

@@ -71,7 +71,8 @@ impl AssembledPrompt {
         })
     }
 
-    /// Returns the segments of the system prompt and the chunks as the question sees them.
+    /// Returns the segments of the system prompt and the chunks as the question sees them. The first one is the system
+    /// prompt, which may have no tokens.
     pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }

@@ -55,6 +55,14 @@ pub struct ChunkSpan {
 
 /// A strategy that selects the tokens to recompute.
 ///
+/// # Contract
+/// Equal inputs must give equal choices, in every process that shares a cache or a disk. An engine may ask for the same
+/// choice several times: before it computes a question in the same pass as the chunks, again once the chunks are stored,
+/// and again after a preemption. What it computes behind the chunks is kept under keys that cover the choice. If a second
+/// choice differs from the first, these keys describe other tokens than those that were recomputed, and later requests
+/// find wrong keys and values. A random strategy must therefore draw from a fixed seed, as [`Recompute::Random`] does. A
+/// strategy must not depend on a clock, on earlier calls, or on the order of a hash map.
+///
 /// ```
 /// use kvchunk::{ChunkSpan, Findings, RecomputeStrategy, TokenSelection};
 ///
@@ -83,7 +91,8 @@ pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
         Evidence::default()
     }
 
-    /// Selects the tokens to recompute. `found` contains the requested [`evidence`](Self::evidence).
+    /// Selects the tokens to recompute. `found` contains the requested [`evidence`](Self::evidence). Equal inputs must
+    /// give equal choices; see the contract of this trait.
     fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection;
 }
 

@@ -329,6 +329,47 @@ mod tests {
         assert_eq!(a, select("random:0.3@1", &nothing()));
     }
 
+    /// Scores with ties, infinities and values that are not numbers leave nothing to chance either.
+    #[test]
+    fn equal_inputs_give_equal_choices() {
+        let scores = |salt: u64| {
+            let odd = [0.0, -0.0, f32::NAN, -f32::NAN, f32::INFINITY, 0.5, 0.5];
+            let of = |chunk: usize, tokens: usize| {
+                (0..tokens)
+                    .map(|token| odd[mix(salt ^ (chunk * 64 + token) as u64) as usize % odd.len()])
+                    .collect()
+            };
+            TokenScores::new(vec![of(0, 4), of(1, 6), of(2, 10)])
+        };
+        let names = [
+            "none",
+            "link:2",
+            "blend:0.3",
+            "blend:0.3@2:both",
+            "question:0.3",
+            "question:0.3@1",
+            "joint:0.3",
+            "random:0.3@7",
+            "full",
+        ];
+        for salt in 0..50 {
+            let found =
+                move || Findings { attention: Some(scores(salt)), deviations: Some(scores(salt + 1000)) };
+            for name in names {
+                let strategy: Recompute = name.parse().unwrap();
+                let first = strategy.select(&chunks(), &found());
+                assert_eq!(strategy.select(&chunks(), &found()), first, "{name}, scores {salt}");
+                // Other calls in between, another thread and another value of the same name change nothing.
+                let (other, _) = (strategy.name(), strategy.select(&chunks()[1..], &Findings::default()));
+                let again = std::thread::spawn(move || {
+                    other.parse::<Recompute>().unwrap().select(&chunks(), &found())
+                });
+                assert_eq!(again.join().unwrap(), first, "{name}, scores {salt}");
+                assert_eq!(strategy.evidence(), name.parse::<Recompute>().unwrap().evidence());
+            }
+        }
+    }
+
     #[test]
     fn an_unknown_strategy_is_an_error_that_lists_all() {
         for text in [

@@ -24,9 +24,13 @@ pub(crate) struct Context {
 
 impl Context {
     /// Creates a context from the segments of a prompt's system prompt and documents. Applies the request's
-    /// scaling.
+    /// scaling. A system prompt without tokens is left out.
     pub(super) fn scaled(scaling: ContextScaling, segments: &Arc<[Segment]>) -> Self {
-        Self { segments: scaling.apply(segments), groups: scaling.groups() }
+        let segments = match &scaling.apply(segments) {
+            all if all.first().is_some_and(|system| system.len == 0) => all[1..].into(),
+            all => Arc::clone(all),
+        };
+        Self { segments, groups: scaling.groups() }
     }
 
     /// Returns the context's segments, followed by the request's own sequence.

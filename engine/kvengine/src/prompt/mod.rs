@@ -3,6 +3,7 @@
 
 mod blend;
 mod context;
+mod costs;
 mod decoys;
 mod inquire;
 mod parts;

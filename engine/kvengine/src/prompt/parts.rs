@@ -10,8 +10,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use kvchunk::{
-    AssembledPrompt, Assembler, Assembly, BeganFetch, ChunkReport, ContextScaling, Findings, MissReason,
-    PinnedParts, PositionPlan, PositionReindexer, TenantKeys, TierFetch, recomputed_root,
+    AssembledPrompt, Assembler, Assembly, BeganFetch, ContextScaling, Findings, PinnedParts, PositionPlan,
+    PositionReindexer, TenantKeys, TierFetch, recomputed_root,
 };
 use kvcore::{BlockKey, LayerRopes, SequenceId, SequenceInput, SequenceStart};
 use kvmodel::{AttentionMass, Observer};
@@ -19,6 +19,7 @@ use kvtier::Record;
 
 use super::blend::{Blend, BlendSource};
 use super::context::Context;
+use super::costs::PromptCosts;
 use crate::error::{Error, Result};
 use crate::request::Request;
 use crate::runner::Runner;
@@ -44,32 +45,20 @@ pub(crate) struct LivePrompt {
     pub(super) question: Option<SequenceId>,
 }
 
-/// The costs of one request's prefill.
-#[derive(Debug, Default, Clone)]
-pub(crate) struct PromptCosts {
-    /// The number of tokens whose KV was cached; of a chunked prompt, only those of the system prompt and the chunks.
-    pub(crate) cached_tokens: usize,
-    /// The number of further tokens whose KV was cached: those of a chunked prompt's question.
-    pub(crate) cached_question: usize,
-    /// The number of chunk tokens that the strategy recomputed.
-    pub(crate) recomputed_tokens: usize,
-    /// The number of floating-point operations.
-    pub(crate) flops: u64,
-    /// True once the prompt was looked up for the first time.
-    pub(crate) looked_up: bool,
-    /// Why the start of the prompt was not found. `None` if all of it was found.
-    pub(crate) prefix_missed: Option<MissReason>,
-    /// One report per chunk.
-    pub(crate) chunks: Vec<ChunkReport>,
-}
-
 /// The state of a request's system prompt and documents.
 #[derive(Debug)]
 pub(super) enum PromptParts {
     /// Not looked up: the request is waiting, or its prompt is ordinary.
     None,
     /// Looked up. Missing parts are being computed, by this request or by others.
-    Missing { assembly: Box<Assembly>, reindexer: PositionReindexer, rows: PendingRows, since: u64 },
+    Missing {
+        assembly: Box<Assembly>,
+        reindexer: PositionReindexer,
+        rows: PendingRows,
+        since: u64,
+        /// True once some parts that this request has computed are stored.
+        advanced: bool,
+    },
     /// All parts are computed and stored.
     Stored { assembled: Box<AssembledPrompt>, stage: Stage },
 }
@@ -215,6 +204,25 @@ impl LivePrompt {
         }
     }
 
+    /// Keeps the counts of what was found so far, because the next lookup may also find what this request has computed.
+    fn settle_counts(&mut self) {
+        match &self.parts {
+            PromptParts::Missing { assembly, advanced: true, .. } => {
+                self.costs.found_parts(assembly.reused_tokens(), assembly.reports());
+                self.costs.own_parts = true;
+            }
+            PromptParts::Stored { .. } => self.costs.own_parts = true,
+            PromptParts::None | PromptParts::Missing { .. } => {}
+        }
+    }
+
+    /// Prepares for a preemption, after which the prompt is looked up again. `begun` is true if the request has begun a
+    /// sequence of its own. The counts of what was found stay the same.
+    pub(crate) fn give_way(&mut self, begun: bool) {
+        self.settle_counts();
+        self.costs.own_sequence |= begun;
+    }
+
     /// Releases everything that is held for the documents, which must then be looked up again.
     pub(crate) fn withdraw(&mut self, runner: &mut Runner) {
         if let Some(mass) = self.mass_mut() {
@@ -323,7 +331,8 @@ impl LivePrompt {
         (self.costs.recomputed_tokens, self.behind) = (0, None);
         let rows = PendingRows::new(assembly.take_inputs());
         let since = runner.setup.clock.millis();
-        self.parts = PromptParts::Missing { assembly: Box::new(assembly), reindexer, rows, since };
+        let assembly = Box::new(assembly);
+        self.parts = PromptParts::Missing { assembly, reindexer, rows, since, advanced: false };
         Ok(())
     }
 
@@ -335,7 +344,7 @@ impl LivePrompt {
             match &mut self.parts {
                 PromptParts::None if self.plan.is_some() => self.look_up(runner, request, None)?,
                 PromptParts::Missing { assembly, .. } if assembly.is_ready() => self.store(request)?,
-                PromptParts::Missing { assembly, reindexer, rows, since } => {
+                PromptParts::Missing { assembly, reindexer, rows, since, advanced } => {
                     let now = runner.setup.clock.millis();
                     let waits = assembly.waiters().next().is_some();
                     if rows.total == 0 && waits && !assembly.waiters().any(kvchunk::ChunkWaiter::is_over) {
@@ -346,7 +355,9 @@ impl LivePrompt {
                     }
                     let Some(prompt) = request.chunked() else { return Ok(()) };
                     let assembler = assembler(runner, request, self.keys, reindexer)?;
+                    *advanced = true;
                     if let Err(error) = assembly.try_advance(&assembler, prompt) {
+                        self.settle_counts();
                         self.parts = PromptParts::None;
                         return Err(error.into());
                     }
@@ -373,8 +384,7 @@ impl LivePrompt {
             return Ok(());
         };
         self.behind = root_behind(&assembly, &self.keys, request);
-        self.costs.cached_tokens = assembly.reused_tokens();
-        self.costs.chunks = assembly.reports();
+        self.costs.found_parts(assembly.reused_tokens(), assembly.reports());
         self.parts = PromptParts::Stored { assembled: Box::new(assembly.commit()?), stage: Stage::Open };
         Ok(())
     }
@@ -389,8 +399,6 @@ impl LivePrompt {
     ) -> Result<()> {
         let strategy = Arc::clone(&request.recompute);
         if let Some(check) = strategy.evidence().deviations {
-            // A blend computes the whole question itself.
-            self.behind = None;
             let question = self.question(runner, request)?;
             let (source, assembled, stage) = self.stored(runner, request)?;
             *stage = Stage::Blending(Box::new(Blend::new(&source, assembled, question, (check, found))?));
@@ -500,9 +508,11 @@ fn longest_wait(runner: &Runner) -> u64 {
     runner.caches.chunks().map_or(0, |chunks| chunks.config().max_wait_ms)
 }
 
-/// Returns the root of the block keys behind an assembly that is ready, or `None` if nothing may be kept there.
+// Decision: docs/decisions/serve.md#questions-that-choose-tokens-are-not-kept
+/// Returns the root of the block keys behind an assembly that is ready, or `None` if nothing is kept there.
 fn root_behind(assembly: &Assembly, keys: &TenantKeys, request: &Request) -> Option<BlockKey> {
-    let prompt = request.chunked().filter(|_| request.reuse)?;
+    // A strategy with evidence chooses tokens by the whole question, or computes the question in a blend.
+    let prompt = request.chunked().filter(|_| request.reuse && request.recompute.evidence().is_none())?;
     assembly.question_root(keys.root(), prompt).ok().flatten()
 }
 

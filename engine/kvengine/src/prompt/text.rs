@@ -26,10 +26,10 @@ impl PromptTokens {
     }
 
     /// Encodes each part of a chunked prompt separately. If `special` is true, special tokens are added, but
-    /// only before the system prompt.
+    /// only before the system prompt, which may be empty.
     ///
     /// # Errors
-    /// Returns [`kvchunk::Error::EmptyPart`] if a part has no tokens, and the errors of
+    /// Returns [`kvchunk::Error::EmptyPart`] if another part has no tokens, and the errors of
     /// [`TextCodec::encode`].
     pub fn from_parts<'a>(
         codec: &TextCodec,
@@ -114,8 +114,8 @@ impl PromptTokens {
     /// the conversation grows, unlike with [`from_conversation`](Self::from_conversation).
     ///
     /// # Errors
-    /// Returns the errors of [`TextCodec::conversation_cut`], and [`kvchunk::Error::EmptyPart`] if the template writes
-    /// nothing before the documents, or if a document has no tokens.
+    /// Returns the errors of [`TextCodec::conversation_cut`], and [`kvchunk::Error::EmptyPart`] if a document has no
+    /// tokens.
     pub fn conversation_around<'a>(
         codec: &TextCodec,
         messages: &[Message],
@@ -225,6 +225,9 @@ mod tests {
         let parts =
             r#"[{"role":"system","content":"c"},{"role":"user","content":[{"type":"text","text":"a"}]}]"#;
         assert_eq!(around(&codec, &Message::list(parts).unwrap(), (1, 0)).unwrap(), first);
+        let bare = around(&codec, &begun[1..], (0, 0)).unwrap();
+        let expected = ChunkedPrompt::new(vec![], vec![vec![3, 4], vec![5]], vec![3, 4]).unwrap();
+        assert_eq!(bare, PromptTokens::Chunked(expected), "the template writes nothing in front");
         for (messages, place, reason) in [
             (&begun[..], (2, 0), "message 3 has no text that can be cut at byte 0"),
             (&begun, (1, 9), "message 2 has no text that can be cut at byte 9"),

@@ -166,10 +166,12 @@ impl LiveRequest {
         Ok(end - before)
     }
 
+    // Decision: docs/decisions/models.md#nothing-is-kept-before-logits-behind-it-were-numbers
     /// Returns an input without slots for the last `tokens` tokens that were assigned to a sample. The input
-    /// requests logits if these are the sample's last tokens.
+    /// requests logits if these are the sample's last tokens, or if others may find the tokens.
     pub(super) fn input(&mut self, runner: &Runner, branch: usize, tokens: usize) -> Result<SequenceInput> {
         let forced = self.request.forced.is_some();
+        let is_found = self.branches[branch].left() > 0 && self.prompt.sequence_root(&self.request).is_some();
         let branch = &mut self.branches[branch];
         let Some(sequence) = branch.sequence else { return Err(Error::EmptyPrompt) };
         let segment = behind(branch.start, runner.caches.sequences.first().segment(sequence)?);
@@ -199,7 +201,7 @@ impl LiveRequest {
         }
         Ok(input.with_logits(match branch.computed {
             end if forced && end > branch.prompt => Logits::All,
-            end if end == branch.tokens.len() => Logits::Last,
+            end if end == branch.tokens.len() || is_found => Logits::Last,
             _ => Logits::None,
         }))
     }

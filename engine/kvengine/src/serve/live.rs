@@ -219,8 +219,7 @@ impl LiveRequest {
         (branch.sequence, branch.computed) = (Some(sequence), cached);
         if first {
             let (cached, is_chunked) = (cached.min(branch.prompt), self.prompt.is_chunked());
-            let costs = self.prompt.costs_mut();
-            *if is_chunked { &mut costs.cached_question } else { &mut costs.cached_tokens } = cached;
+            self.prompt.costs_mut().found_sequence(cached, is_chunked);
         }
     }
 

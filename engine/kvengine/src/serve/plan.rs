@@ -7,6 +7,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvcore::Logits;
+
 use super::disk::DiskFetch;
 use super::feed::{Feed, StepPlan};
 use super::live::{LiveRequest, ServiceRank, index_of};
@@ -77,7 +79,11 @@ impl Scheduler {
         let fed = self.feed_running_parts(runner, watch, rank, most);
         let Some(at) = index_of(&self.running, rank) else { return fed };
         let live = &mut self.running[at];
-        if self.plan.has_failed(rank) || fed >= most || !live.prompt.opens_to_question(&live.request, fed) {
+        if self.plan.has_failed(rank) {
+            return fed;
+        }
+        if fed >= most || !live.prompt.opens_to_question(&live.request, fed) {
+            live.check_parts(&mut self.plan);
             return fed;
         }
         // Samples are fed one after another, so that each sample finds the tokens that the previous sample
@@ -134,7 +140,10 @@ impl Scheduler {
             }
         };
         let opens = fed < most && live.prompt.opens_to_question(&live.request, fed);
-        let Some(branch) = live.unfed().filter(|_| opens) else { return fed };
+        let Some(branch) = live.unfed().filter(|_| opens) else {
+            live.check_parts(&mut self.plan);
+            return fed;
+        };
         let (sequence, computed) = (live.branches[branch].sequence, live.branches[branch].computed);
         let Ok(input) = live.first_piece(runner, branch, most - fed) else {
             // The next step makes room, or reports that there is no room.
@@ -142,6 +151,7 @@ impl Scheduler {
                 Some(_) => live.branches[branch].computed = computed,
                 None => live.branches[branch].withdraw(runner),
             }
+            live.check_parts(&mut self.plan);
             return fed;
         };
         let tokens = input.tokens.len();
@@ -256,6 +266,7 @@ impl Scheduler {
         let Some(at) = index_of(&self.running, rank) else { return };
         self.plan.remove(rank);
         let live = self.moving.insert(self.running.remove(at));
+        live.prompt.give_way(live.branches.iter().any(|branch| branch.sequence.is_some()));
         if self.swap.swap_out(runner, live) {
             self.swaps += 1;
         } else {
@@ -264,6 +275,21 @@ impl Scheduler {
         }
         self.preemptions += 1;
         self.waiting.extend(self.moving.take().map(|live| (rank, live)));
+    }
+}
+
+impl LiveRequest {
+    // Decision: docs/decisions/models.md#nothing-is-kept-before-logits-behind-it-were-numbers
+    /// Requests logits behind the planned tokens of the system prompt and the documents, so that they are checked before
+    /// they are stored. A question in the same pass checks them anyway.
+    fn check_parts(&self, plan: &mut StepPlan) {
+        if !self.prompt.is_missing() || !self.request.reuse {
+            return;
+        }
+        let rank = self.rank();
+        for feed in plan.feeds.iter_mut().filter(|feed| feed.rank == rank && feed.branch.is_none()) {
+            feed.input = feed.input.take().map(|input| input.with_logits(Logits::Last));
+        }
     }
 }
 

@@ -78,8 +78,8 @@ impl LiveRequest {
         }
     }
 
-    /// Records the tokens that a pass has computed for this request. If there are logits, chooses the next
-    /// token.
+    /// Records the tokens that a pass has computed for this request. If there are logits after the last one, chooses the
+    /// next token.
     pub(super) fn after(
         &mut self,
         runner: &mut Runner,
@@ -104,7 +104,9 @@ impl LiveRequest {
         }
         it.input = Some(input).filter(|input| input.tokens.len() == 1);
         it.free_before_window(runner)?;
-        let Some((rows, range)) = logits else { return Ok(()) };
+        // Within a prompt, logits only show that what was computed are numbers.
+        let is_within = it.left() > 0 && (it.forced.is_none() || it.computed <= it.prompt);
+        let Some((rows, range)) = logits.filter(|_| !is_within) else { return Ok(()) };
         if it.forced.is_some() {
             for logits in range.filter_map(|row| rows.row(row)) {
                 self.record_forced(branch, logits);

@@ -196,7 +196,7 @@ impl Scheduler {
             if feed.branch.is_none_or(|branch| live.branches[branch].answer().is_empty()) {
                 live.prompt.costs_mut().flops += share(counted) - before;
             }
-            // Without numbers, no token can be chosen, and nothing that was computed may be found later.
+            // Without numbers, no token can be chosen, and what was computed must not be found later.
             let numbers =
                 logits.clone().map_or(Ok(()), |logits| numbers::check(runner, ropes, &input, logits));
             if let Err(error) = numbers.and_then(|()| live.after(runner, feed, input, logits)) {

@@ -101,7 +101,7 @@ fn computed(engine: &mut Engine, request: Request) -> usize {
 
 for_every! {
     fn the_next_turn_computes_what_is_new_and_has_the_same_answer(
-        #[values("llama", "qwen3", "mistral", "deepseek-v3", "llama-partial")] name: &str,
+        #[values("llama", "llama-deep", "qwen3", "mistral", "deepseek-v3", "llama-partial")] name: &str,
         cell: every cell,
         #[values("none", "link:2", "full", "random:0.5@3")] strategy: &str,
     ) {
@@ -134,7 +134,7 @@ for_every! {
 /// that what is found must be what the other engine computes in its place, bit by bit.
 #[rstest]
 fn in_passes_of_the_same_rows_the_logits_are_the_same_to_the_bit(
-    #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
+    #[values("llama", "llama-deep", "qwen3", "mistral", "deepseek-v3")] name: &str,
     #[values(ReuseCell::OVERLAPPED_ALONE, ReuseCell::SEQUENTIAL_ALONE, ReuseCell::ABSOLUTE_ALONE)]
     cell: ReuseCell,
     #[values("none", "link:4")] strategy: &str,
@@ -182,11 +182,18 @@ type Change = fn(&mut Chat);
 #[case::scale(|chat: &mut Chat| chat.request.scaling = ContextScaling { temperature: 1.0, scale: 0.9 })]
 #[case::ordinary(|chat: &mut Chat| chat.request.full_attention = true)]
 #[case::first_token(|chat: &mut Chat| chat.history[0] ^= 1)]
-fn a_conversation_is_found_only_behind_the_same_beginning(#[case] change: Change) {
-    let mut engine = engine("llama");
-    for tag in ["alice", "bob"] {
-        engine.chunks().unwrap().add_tenant(Tenant::new(tag)).unwrap();
-    }
+fn a_conversation_is_found_only_behind_the_same_beginning(
+    #[values("llama", "llama-deep")] name: &str,
+    #[case] change: Change,
+) {
+    let fresh = || {
+        let engine = engine(name);
+        for tag in ["alice", "bob"] {
+            engine.chunks().unwrap().add_tenant(Tenant::new(tag)).unwrap();
+        }
+        engine
+    };
+    let mut engine = fresh();
     let mut first = Chat::new(ReuseCell::SEQUENTIAL_WITH_SYSTEM, "link:2");
     first.request.tenant = Some("alice".to_owned());
     let answer = first.ask(&mut engine);
@@ -194,13 +201,17 @@ fn a_conversation_is_found_only_behind_the_same_beginning(#[case] change: Change
     let mut other = second.clone();
     change(&mut other);
     let got = other.ask(&mut engine);
+    // In deeper layers, keys and values depend on everything in front of them.
+    assert_same(&got, &other.ask(&mut fresh()), "the other conversation");
     if other.request.full_attention {
         // All tokens of an ordinary prompt are counted here. It shares whole blocks of the system prompt.
         assert_eq!(got.cached_tokens, other.system.len() / BLOCK * BLOCK);
     }
     assert_eq!(got.cached_question, 0, "{} cached tokens", got.cached_tokens);
     // What the other conversation has left is its own as well.
-    assert_eq!(second.ask(&mut engine).cached_question, kept(&first));
+    let found = second.ask(&mut engine);
+    assert_eq!(found.cached_question, kept(&first));
+    assert_same(&found, &second.ask(&mut fresh()), "the same conversation");
 }
 
 /// With absolute positions, documents that saw the system prompt are at the same positions as those that did not.
@@ -210,48 +221,60 @@ fn a_conversation_is_found_only_behind_the_same_beginning(#[case] change: Change
 fn the_same_documents_that_saw_other_tokens_are_another_beginning(
     #[case] with_system: ReuseCell,
     #[case] alone: ReuseCell,
+    #[values("llama", "llama-deep")] name: &str,
     #[values("none", "link:2")] strategy: &str,
 ) {
     for (cell, other) in [(with_system, alone), (alone, with_system)] {
-        let mut engine = engine("llama");
+        let mut engine = engine(name);
         let first = Chat::new(cell, strategy);
         let answer = first.ask(&mut engine);
         let mut second = first.next(&answer);
-        second.request.cell = other;
-        assert_eq!(second.ask(&mut engine).cached_question, 0);
-        second.request.cell = cell;
-        assert_eq!(second.ask(&mut engine).cached_question, kept(&first));
+        for (cell, reused) in [(other, 0), (cell, kept(&first))] {
+            second.request.cell = cell;
+            let found = second.ask(&mut engine);
+            assert_eq!(found.cached_question, reused);
+            assert_same(&found, &second.ask(&mut self::engine(name)), "a model of its own");
+        }
     }
 }
 
-#[test]
-fn a_question_that_chooses_the_tokens_finds_what_was_computed_behind_the_same_choice() {
-    let first = Chat::new(ReuseCell::SEQUENTIAL_ALONE, "question:0.4@0");
-    let mut warm = engine("llama");
+/// With a strategy that needs evidence, a later turn chooses other tokens, or its whole question is computed in a blend.
+#[rstest]
+fn a_question_that_takes_part_in_the_choice_leaves_nothing_in_the_pool(
+    #[values("question:0.4", "question:0.4@0", "joint:0.4@1", "blend:0.5@1")] strategy: &str,
+    #[values("llama", "llama-deep")] name: &str,
+) {
+    let cached = |engine: &Engine| engine.report().main.unwrap().cached;
+    let mut warm = engine(name);
+    let first = Chat::new(ReuseCell::SEQUENTIAL_ALONE, strategy);
+    // Only the system prompt stays.
+    let system = first.system.len().div_ceil(BLOCK);
     let answer = first.ask(&mut warm);
-    let again = first.ask(&mut warm);
-    assert_eq!(
-        again.cached_question,
-        (first.history.len() - 1) / BLOCK * BLOCK,
-        "the same question chooses the same"
-    );
-    assert_same(&again, &answer, "the first turn");
+    assert_eq!(cached(&warm), system);
     let second = first.next(&answer);
-    let found = second.ask(&mut warm);
-    assert_same(&found, &second.ask(&mut engine("llama")), "whatever the second turn chooses");
-}
-
-#[test]
-fn a_blend_computes_its_whole_question() {
-    let first = Chat::new(ReuseCell::SEQUENTIAL_ALONE, "blend:0.5@1");
-    let mut warm = engine("llama");
-    let second = first.next(&first.ask(&mut warm));
-    let got = second.ask(&mut warm);
-    assert_eq!(got.cached_question, 0);
-    assert_same(&got, &second.ask(&mut engine("llama")), "the second turn");
-    // Nor does it leave anything to requests with the strategy `none`.
+    for (turn, expected) in [(&first, answer), (&second, second.ask(&mut engine(name)))] {
+        let got = turn.ask(&mut warm);
+        assert_eq!((got.cached_question, cached(&warm)), (0, system));
+        assert_eq!(got.cached_tokens, turn.system.len() + documents().concat().len());
+        assert_same(&got, &expected, "what is computed again");
+    }
+    // Nor does it leave anything to requests with the strategy `none`, which keep their conversations.
     let none = Chat { request: Chat::new(first.request.cell, "none").request, ..second };
     assert_eq!(none.ask(&mut warm).cached_question, 0);
+    assert_eq!(cached(&warm), system + kept(&none) / BLOCK);
+}
+
+/// If the share leaves no choice, the question takes no part in it.
+#[rstest]
+fn a_share_of_all_or_nothing_keeps_the_conversation(
+    #[values("question:0", "question:1", "blend:1")] strategy: &str,
+) {
+    let first = Chat::new(ReuseCell::SEQUENTIAL_ALONE, strategy);
+    let mut warm = engine("llama-deep");
+    let second = first.next(&first.ask(&mut warm));
+    let found = second.ask(&mut warm);
+    assert_eq!(found.cached_question, kept(&first));
+    assert_same(&found, &second.ask(&mut engine("llama-deep")), "the second turn");
 }
 
 /// Returns an engine for the crowd's model with a pool of so many blocks.
@@ -262,10 +285,12 @@ fn small_engine(blocks: usize, swap_memory: usize) -> Engine {
     engine_keeping(chunks, model, CpuBackend::new(), blocks, scheduling, swap_memory, &clock)
 }
 
-/// After a preemption, the samples of a blend compute the question again, each in a sequence of its own.
-#[test]
-fn preempted_samples_of_a_blend_leave_nothing_to_the_same_documents_as_they_are_stored() {
-    let mut blend = Chat::new(ReuseCell::SEQUENTIAL_ALONE, "blend:0.5@1");
+/// After a preemption, the samples compute the question again, each in a sequence of its own.
+#[rstest]
+fn preempted_samples_of_a_choosing_question_leave_nothing_to_the_same_documents_as_they_are_stored(
+    #[values("blend:0.5@1", "question:0.4")] strategy: &str,
+) {
+    let mut blend = Chat::new(ReuseCell::SEQUENTIAL_ALONE, strategy);
     let none = Chat { request: Chat::new(blend.request.cell, "none").request, ..blend.clone() };
     (blend.request.samples, blend.request.max_new_tokens) = (3, 24);
     let requests: Vec<Request> = (0..6)

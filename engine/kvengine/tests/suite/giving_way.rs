@@ -4,12 +4,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkedPrompt, Recompute};
 use kvcore::Backend;
 use kvengine::{Engine, FinishReason, PreemptionCosts, PromptTokens, Request, Sampling, Scheduling, Step};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 use rstest::rstest;
 
 use crate::crowd::{
-    alone, answer_all, assert_each, assert_nothing_held, assert_same, engine_on, run, submit_all,
+    VOCABULARY, alone, answer_all, assert_each, assert_nothing_held, assert_same, engine_on, run, submit_all,
 };
 use crate::faulty::Faulty;
 
@@ -152,4 +155,81 @@ fn a_refused_copy_costs_time_and_nothing_else() {
         }
         assert!(backend.refused().contains("swap_blocks"));
     }
+}
+
+/// Returns requests whose prompts have no block in common: ordinary prompts, or prompts with documents and a strategy.
+fn unlike(strategy: Option<&str>) -> Vec<Request> {
+    let text = |seed: u64, tokens: usize| -> Vec<u32> {
+        let mut rng = StdRng::seed_from_u64(seed);
+        (0..tokens).map(|_| rng.random_range(3..VOCABULARY)).collect()
+    };
+    let of = |seed: u64| {
+        let prompt = match strategy {
+            None => PromptTokens::Plain(text(seed, 14)),
+            Some(_) => {
+                let documents = vec![text(seed + 100, 7), text(seed + 200, 5)];
+                PromptTokens::Chunked(
+                    ChunkedPrompt::new(text(seed + 300, 6), documents, text(seed, 14)).unwrap(),
+                )
+            }
+        };
+        let recompute = strategy.unwrap_or("none").parse::<Recompute>().unwrap();
+        let request = Request { recompute: Arc::new(recompute), ..Request::new(prompt) };
+        Request { max_new_tokens: 20, ignore_end: true, keep_logits: true, ..request }
+    };
+    (0..6).map(of).collect()
+}
+
+/// Returns the number of blocks of a pool that is too small for all of these requests at once.
+fn small_for(strategy: Option<&str>) -> usize {
+    if strategy.is_some() { 64 } else { 40 }
+}
+
+#[rstest]
+fn what_a_request_computed_before_it_gave_way_does_not_count_as_cached(
+    #[values(None, Some("none"), Some("link:2"), Some("question:0.4"), Some("blend:0.5@1"))] strategy: Option<
+        &str,
+    >,
+    #[values(1, 3)] samples: usize,
+) {
+    let mut requests = unlike(strategy);
+    for request in &mut requests {
+        request.samples = samples;
+    }
+    let mut engine = engine_on(CpuBackend::new(), small_for(strategy), SCHEDULING, 0);
+    let (last, reads) = answer_all(&mut engine, &requests);
+    assert!(last.preemptions > 2, "{last:?}");
+    assert_each(&reads, &requests, alone);
+    for (i, got) in reads.iter().flat_map(|read| read.samples()).enumerate() {
+        assert_eq!((got.cached_tokens, got.cached_question), (0, 0), "answer {i}");
+        assert!(got.chunks.iter().all(|chunk| !chunk.hit && chunk.missed.is_some()), "answer {i}");
+    }
+}
+
+/// An earlier request has left the beginning of a prompt. The prompt's request is the first to give way.
+#[rstest]
+fn what_others_left_counts_as_cached_also_after_a_request_gave_way(
+    #[values(None, Some("none"))] strategy: Option<&str>,
+) {
+    let mut requests = unlike(strategy);
+    let late = Request { max_new_tokens: 1, ..requests[5].clone() };
+    requests[5].priority = -1;
+    let mut engine = engine_on(CpuBackend::new(), small_for(strategy), SCHEDULING, 0);
+    engine.generate(&late, &mut ()).unwrap();
+    let found = engine.generate(&late, &mut ()).unwrap();
+    assert!(found.cached_tokens >= 12, "{}", found.cached_tokens);
+    let (mut answers, mut reads) = submit_all(&mut engine, &requests[5..]);
+    engine.step().unwrap();
+    let (more, rest) = submit_all(&mut engine, &requests[..5]);
+    answers.extend(more);
+    reads.extend(rest);
+    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    assert!(last.preemptions > 2, "{last:?}");
+    let got = &reads[0].samples()[0];
+    assert_eq!(
+        (got.cached_tokens, got.cached_question),
+        (found.cached_tokens, found.cached_question),
+        "as it was found first"
+    );
+    assert!(got.chunks.iter().all(|chunk| chunk.hit), "{:?}", got.chunks);
 }

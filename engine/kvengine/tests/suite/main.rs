@@ -31,6 +31,7 @@ mod giving_way;
 mod groups;
 mod guided;
 mod little_index;
+mod no_system;
 mod numbers;
 mod outgrown;
 mod panics;

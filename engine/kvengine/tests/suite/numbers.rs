@@ -1,8 +1,11 @@
 //! Models that compute something else than numbers: the request ends with an error that names the reason, and
 //! other requests, the caches and later requests are not affected. Settings that exclude every token.
 
+use std::sync::Arc;
+
+use kvchunk::{ChunkedPrompt, Recompute};
 use kvcore::{DType, KvFormat};
-use kvengine::{BeamSearch, Engine, EngineConfig, Error, PromptTokens, Request, Sampling};
+use kvengine::{BeamSearch, Engine, EngineConfig, Error, PromptTokens, Request, Sampling, Scheduling};
 use kvmodel::{Model, WeightFormat, Weights};
 use rstest::rstest;
 use safetensors::SafeTensors;
@@ -203,6 +206,69 @@ fn beams_guesses_and_given_tokens_may_fail_in_the_middle_of_an_answer() {
         let error = reads[0].error.take();
         assert!(matches!(error, Some(Error::NotNumbers { layer: Some(0) })), "{name}: {error:?}");
         assert_nothing_held(&engine);
+    }
+}
+
+/// Returns a prompt with a document, which is computed in several passes of eight tokens.
+fn behind_a_document(document: Vec<u32>, question: Vec<u32>, strategy: &str) -> Request {
+    let prompt = ChunkedPrompt::new((20..26).collect(), vec![document], question).unwrap();
+    let recompute = Arc::new(strategy.parse::<Recompute>().unwrap());
+    Request { recompute, max_new_tokens: 1, ..Request::new(PromptTokens::Chunked(prompt)) }
+}
+
+/// Returns an engine that computes eight tokens in a pass, and has a number for every token but one.
+fn engine_without(token: u32) -> Engine {
+    let width = config("qwen3").hidden_size;
+    let spoil = |i: usize, x: f32| if i / width == token as usize { f32::NAN } else { x };
+    let scheduling = Scheduling { step_tokens: 8, ..Scheduling::default() };
+    let config = EngineConfig { scheduling, ..EngineConfig::default() };
+    engine_of(changed("qwen3", "model.embed_tokens.weight", spoil), config)
+}
+
+/// Returns the numbers of blocks and of chunks that an engine can find.
+fn findable(engine: &Engine) -> (usize, usize) {
+    assert_nothing_held(engine);
+    (engine.report().main.unwrap().cached, engine.chunks().unwrap().chunks().len())
+}
+
+/// A long part of a prompt is computed in several passes. The tokens behind the one that is not a number are in later
+/// passes, so that the first blocks are full before the last token has its logits.
+#[rstest]
+fn nothing_is_found_that_is_no_number(
+    #[values("none", "link:2", "question:0.4", "blend:0.5@1")] strategy: &str,
+) {
+    const BROKEN: u32 = 9;
+    let mut engine = engine_without(BROKEN);
+    let fails = |engine: &mut Engine, request: &Request| {
+        let error = engine.generate(request, &mut ()).unwrap_err();
+        assert!(matches!(error, Error::NotNumbers { .. }), "{error}");
+    };
+    let (document, question): (Vec<u32>, Vec<u32>) = ((30..43).collect(), vec![40, 41, 42]);
+    let broken: Vec<u32> = (3..33).collect();
+    assert_eq!(broken.iter().position(|&token| token == BROKEN), Some(6));
+    fails(&mut engine, &plain(broken.clone()));
+    assert_eq!(findable(&engine), (0, 0), "an ordinary prompt");
+    fails(&mut engine, &behind_a_document(broken.clone(), question.clone(), strategy));
+    assert_eq!(findable(&engine), (0, 0), "a document");
+    // The short question fills no block.
+    engine.generate(&behind_a_document(document.clone(), question, strategy), &mut ()).unwrap();
+    let kept = findable(&engine);
+    assert_eq!(kept, (2, 1), "the system prompt and the document");
+    fails(&mut engine, &behind_a_document(document, broken, strategy));
+    assert_eq!(findable(&engine), kept, "a question");
+}
+
+/// The first token of an answer would fill a block.
+#[test]
+fn an_answer_leaves_only_what_are_numbers() {
+    let prompt = plain(3..18);
+    let first = engine_without(47).generate(&prompt, &mut ()).unwrap().tokens[0];
+    assert!(!(3..18).contains(&first), "{first} is in the prompt");
+    let mut engine = engine_without(first);
+    for (name, request) in [("alone", prompt.clone()), ("with guesses", Request { lookup: 4, ..prompt })] {
+        let error = engine.generate(&request, &mut ()).unwrap_err();
+        assert!(matches!(error, Error::NotNumbers { .. }), "{name}: {error}");
+        assert_eq!(findable(&engine), (3, 0), "{name}");
     }
 }
 

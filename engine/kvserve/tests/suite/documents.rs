@@ -251,16 +251,60 @@ fn a_later_turn_finds_the_conversation_behind_the_same_documents() {
 }
 
 #[test]
-fn documents_without_anything_before_them_are_answered_by_full_attention() {
+fn documents_without_anything_before_them_are_found_in_any_order() {
     let server = reusing();
+    let (mut engine, codec) = engine();
     // The template of the model writes nothing in front of the first message.
-    let request = json!({"messages": [{"role": "user", "content": QUESTION.0}], "documents": ["alba is red ."], "max_tokens": 1});
-    let answer = post(server.address(), PATH, &request).json();
-    assert_eq!(answer["kv"]["not_reused"], "no_system_prompt", "{answer}");
-    assert_eq!(answer["kv"]["full_attention"], true);
-    let raw = json!({"prompt": QUESTION.0, "documents": ["alba is red ."], "max_tokens": 1});
-    let answer = post(server.address(), "/v1/completions", &raw).json();
-    assert_eq!(answer["kv"]["not_reused"], "no_system_prompt", "{answer}");
+    let chat = json!({"messages": [{"role": "user", "content": QUESTION.0}]});
+    for (path, form, template) in
+        [(PATH, chat, true), ("/v1/completions", json!({"prompt": QUESTION.0}), false)]
+    {
+        let mut texts: Vec<_> = DOCUMENTS.iter().map(|(_, text)| document_text(text)).collect();
+        for turn in ["first", "reversed"] {
+            let mut request = form.clone();
+            add(
+                &mut request,
+                json!({"documents": texts, "temperature": 0, "max_tokens": 4, "cache_salt": path}),
+            );
+            let answer = post(server.address(), path, &request).json();
+            let source = if turn == "first" { "computed" } else { "cache" };
+            let parts = answer["kv"]["parts"].as_array().unwrap_or_else(|| panic!("{answer}"));
+            assert_eq!(parts.len(), 3, "{answer}");
+            assert!(parts.iter().all(|part| part["source"] == source), "{path}, {turn}: {answer}");
+            assert_eq!(
+                (&answer["kv"]["not_reused"], &answer["kv"]["full_attention"]),
+                (&Value::Null, &json!(false))
+            );
+            let parts = texts.iter().map(AsRef::as_ref);
+            let prompt = if template {
+                let messages = [Message::new(Role::User, QUESTION.0)];
+                PromptTokens::conversation_around(&codec, &messages, (0, 0), parts).unwrap()
+            } else {
+                PromptTokens::from_parts(&codec, "", parts, QUESTION.0, true).unwrap()
+            };
+            let own = Request { max_new_tokens: 4, ..Request::new(prompt).reusing(&reuse().settings) };
+            let own = engine.generate(&own, &mut ()).unwrap();
+            assert_eq!(answer["usage"]["prompt_tokens"], own.prompt_tokens, "{answer}");
+            let text = if template {
+                &answer["choices"][0]["message"]["content"]
+            } else {
+                &answer["choices"][0]["text"]
+            };
+            assert_eq!(*text, codec.decode(&own.tokens).unwrap(), "{path}, {turn}: {answer}");
+            texts.reverse();
+        }
+    }
+    let recent = get(server.address(), "/overview").json()["recent"][0]["segments"].clone();
+    let documents = recent
+        .as_array()
+        .unwrap_or_else(|| panic!("{recent}"))
+        .iter()
+        .filter(|part| part["kind"] == "document");
+    assert!(
+        documents.clone().count() == 3 && documents.clone().all(|part| part["found"] == part["tokens"]),
+        "{recent}"
+    );
+    assert_nothing_is_held(&server);
 }
 
 #[test]
