@@ -110,7 +110,7 @@ pub(crate) const STEPS: &[CiStep] = &[
     step("cargo xtask conform --backend wgpu", 45, GPU),
     step("cargo xtask sanitize", 115, &[sanitize::SANITIZER]),
     step("cargo xtask loom", 55, &[]),
-    step("cargo xtask deep", 130, &[]),
+    step("cargo xtask deep", 100, &[]),
 ];
 
 /// Runs every step, even after a failure. Prints the table of times, then the test counts.
