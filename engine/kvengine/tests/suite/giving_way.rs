@@ -12,7 +12,8 @@ use rand::{RngExt, SeedableRng};
 use rstest::rstest;
 
 use crate::crowd::{
-    VOCABULARY, alone, answer_all, assert_each, assert_nothing_held, assert_same, engine_on, run, submit_all,
+    Read, VOCABULARY, alone, answer_all, assert_each, assert_nothing_held, assert_same, engine_on, run,
+    submit_all,
 };
 use crate::faulty::Faulty;
 
@@ -164,14 +165,11 @@ fn unlike(strategy: Option<&str>) -> Vec<Request> {
         (0..tokens).map(|_| rng.random_range(3..VOCABULARY)).collect()
     };
     let of = |seed: u64| {
-        let prompt = match strategy {
-            None => PromptTokens::Plain(text(seed, 14)),
-            Some(_) => {
-                let documents = vec![text(seed + 100, 7), text(seed + 200, 5)];
-                PromptTokens::Chunked(
-                    ChunkedPrompt::new(text(seed + 300, 6), documents, text(seed, 14)).unwrap(),
-                )
-            }
+        let prompt = if strategy.is_some() {
+            let documents = vec![text(seed + 100, 7), text(seed + 200, 5)];
+            PromptTokens::Chunked(ChunkedPrompt::new(text(seed + 300, 6), documents, text(seed, 14)).unwrap())
+        } else {
+            PromptTokens::Plain(text(seed, 14))
         };
         let recompute = strategy.unwrap_or("none").parse::<Recompute>().unwrap();
         let request = Request { recompute: Arc::new(recompute), ..Request::new(prompt) };
@@ -200,7 +198,7 @@ fn what_a_request_computed_before_it_gave_way_does_not_count_as_cached(
     let (last, reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 2, "{last:?}");
     assert_each(&reads, &requests, alone);
-    for (i, got) in reads.iter().flat_map(|read| read.samples()).enumerate() {
+    for (i, got) in reads.iter().flat_map(Read::samples).enumerate() {
         assert_eq!((got.cached_tokens, got.cached_question), (0, 0), "answer {i}");
         assert!(got.chunks.iter().all(|chunk| !chunk.hit && chunk.missed.is_some()), "answer {i}");
     }
