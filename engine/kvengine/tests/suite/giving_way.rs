@@ -4,15 +4,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
-use kvchunk::{ChunkedPrompt, Recompute};
-use kvcore::Backend;
+use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, ReuseCell};
+use kvcore::{Backend, ManualClock};
 use kvengine::{Engine, FinishReason, PreemptionCosts, PromptTokens, Request, Sampling, Scheduling, Step};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use rstest::rstest;
 
+use crate::common::load_model;
 use crate::crowd::{
-    VOCABULARY, alone, answer_all, assert_each, assert_nothing_held, assert_same, engine_on, run, submit_all,
+    MODEL, Read, VOCABULARY, alone, answer_all, assert_each, assert_nothing_held, assert_same,
+    engine_keeping, engine_on, run, submit_all,
 };
 use crate::faulty::Faulty;
 
@@ -164,14 +166,11 @@ fn unlike(strategy: Option<&str>) -> Vec<Request> {
         (0..tokens).map(|_| rng.random_range(3..VOCABULARY)).collect()
     };
     let of = |seed: u64| {
-        let prompt = match strategy {
-            None => PromptTokens::Plain(text(seed, 14)),
-            Some(_) => {
-                let documents = vec![text(seed + 100, 7), text(seed + 200, 5)];
-                PromptTokens::Chunked(
-                    ChunkedPrompt::new(text(seed + 300, 6), documents, text(seed, 14)).unwrap(),
-                )
-            }
+        let prompt = if strategy.is_some() {
+            let documents = vec![text(seed + 100, 7), text(seed + 200, 5)];
+            PromptTokens::Chunked(ChunkedPrompt::new(text(seed + 300, 6), documents, text(seed, 14)).unwrap())
+        } else {
+            PromptTokens::Plain(text(seed, 14))
         };
         let recompute = strategy.unwrap_or("none").parse::<Recompute>().unwrap();
         let request = Request { recompute: Arc::new(recompute), ..Request::new(prompt) };
@@ -200,7 +199,7 @@ fn what_a_request_computed_before_it_gave_way_does_not_count_as_cached(
     let (last, reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 2, "{last:?}");
     assert_each(&reads, &requests, alone);
-    for (i, got) in reads.iter().flat_map(|read| read.samples()).enumerate() {
+    for (i, got) in reads.iter().flat_map(Read::samples).enumerate() {
         assert_eq!((got.cached_tokens, got.cached_question), (0, 0), "answer {i}");
         assert!(got.chunks.iter().all(|chunk| !chunk.hit && chunk.missed.is_some()), "answer {i}");
     }
@@ -232,4 +231,43 @@ fn what_others_left_counts_as_cached_also_after_a_request_gave_way(
         "as it was found first"
     );
     assert!(got.chunks.iter().all(|chunk| chunk.hit), "{:?}", got.chunks);
+}
+
+/// The request stores a document of its own while it waits for one that another engine computes, and gives way before it
+/// has both.
+#[test]
+fn a_document_of_its_own_does_not_count_as_cached_if_a_request_gave_way_while_it_waited() {
+    let text =
+        |first: u32, tokens: u32| -> Vec<u32> { (0..tokens).map(|i| 3 + (first * i + first) % 44).collect() };
+    let chunked = |system: Vec<u32>, documents: Vec<Vec<u32>>| {
+        let prompt = ChunkedPrompt::new(system, documents, text(7, 5)).unwrap();
+        let cell = ReuseCell::SEQUENTIAL_ALONE;
+        Request { cell, max_new_tokens: 2, ..Request::new(PromptTokens::Chunked(prompt)) }
+    };
+    let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
+    let scheduling = Scheduling { step_tokens: 10, ..SCHEDULING };
+    let (model, clock) = (load_model(MODEL), ManualClock::default());
+    let mut other = engine_keeping(chunks, model, CpuBackend::new(), 48, scheduling, 0, &clock);
+    let mut engine = other.sharing_memory(load_model(MODEL), b"t").unwrap();
+    let (shared, own) = (text(5, 40), text(3, 8));
+    let (mut theirs, mut their_reads) = submit_all(&mut other, &[chunked(text(9, 4), vec![shared.clone()])]);
+    other.step().unwrap();
+    let waiting = Request { priority: -1, ..chunked(text(11, 6), vec![own, shared]) };
+    let (mut answers, mut reads) = submit_all(&mut engine, &[waiting]);
+    let grows = |first| {
+        let request = Request::new(PromptTokens::Plain(text(first, 6)));
+        Request { max_new_tokens: 50, ignore_end: true, ..request }
+    };
+    while engine.report().chunk_cache.unwrap().cached_chunks == 0 {
+        engine.step().unwrap();
+    }
+    let (more, rest) = submit_all(&mut engine, &[grows(13), grows(17)]);
+    answers.extend(more);
+    reads.extend(rest);
+    while engine.step().unwrap().preemptions == 0 {}
+    run(&mut other, &mut theirs, &mut their_reads);
+    run(&mut engine, &mut answers, &mut reads);
+    let got = &reads[0].samples()[0];
+    assert_eq!(got.chunks.iter().map(|chunk| chunk.hit).collect::<Vec<_>>(), [false, true]);
+    assert!(got.chunks[0].missed.is_some() && got.cached_tokens <= 40, "{got:?}");
 }
