@@ -105,8 +105,9 @@ class ChunkWorker:
             self.recomputer = Recomputer(self.config, runner, self.layers, tensors, orders[0], self.block_size, chunks.load_first)
         if shape.prefix_blocks > 0:
             self.prefixes = Arenas(groups, shape.prefix_blocks, shape.engine_block_size)
-        memory = [arena for arena in (self.arena, self.prefixes) if arena is not None]
-        threading.Thread(target=lambda: [arena.provide() for arena in memory], name="kvcache-memory", daemon=True).start()
+        for memory in (self.arena, self.prefixes):
+            if memory is not None:
+                threading.Thread(target=memory.provide, name="kvcache-memory", daemon=True).start()
         if self.settings.disk_path is not None:
             arenas = {name: arena for name, arena in ((False, self.arena), (True, self.prefixes)) if arena is not None}
             self.disk = open_disk(self.config, self.settings, shape, self.layers, arenas)

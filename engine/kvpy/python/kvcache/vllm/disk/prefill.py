@@ -94,5 +94,5 @@ class FirstSteps:
             step.tokens += sum(tokens)
             # The first prompt of a process is measured by itself.
             own = (step.seconds or time.monotonic() - step.began) / max(step.tokens, 1)
-        each = self.rate.cost(1, own) or own
+        each = self.rate.cost(1, own)
         return [each * count for count in tokens]
