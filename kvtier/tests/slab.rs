@@ -431,3 +431,20 @@ fn the_last_store_of_a_key_wins_in_every_round() {
     }
     slab.check_invariants().unwrap();
 }
+
+#[test]
+fn a_folder_is_unlocked_although_a_child_process_still_holds_the_descriptor() {
+    let folder = tempfile::tempdir().unwrap();
+    let lock = std::fs::File::create(folder.path().join("lock")).unwrap();
+    lock.try_lock().unwrap();
+    // A child has such a copy between its fork and the start of its program.
+    let copy = lock.try_clone().unwrap();
+    let disk = Box::new(common::disk::TestDisk::in_memory(Vec::new()));
+    let config = SlabConfig { limit: common::disk::LIMIT, ..SlabConfig::default() };
+    let slab = Slab::over(disk, folder.path(), scope(), config, Some(lock)).unwrap();
+    let open = || Slab::open(folder.path(), scope(), config).map(drop);
+    assert!(matches!(open(), Err(Error::InUse { .. })));
+    drop(slab);
+    open().unwrap();
+    drop(copy);
+}

@@ -125,7 +125,19 @@ pub struct Slab {
     shared: Arc<Shared>,
     writers: Vec<JoinHandle<()>>,
     /// Locks the folder for this process until nothing writes to it any more.
-    lock: Arc<Option<fs::File>>,
+    lock: Arc<Lock>,
+}
+
+/// A lock on a file, if there is one, until it is dropped.
+struct Lock(Option<fs::File>);
+
+impl Drop for Lock {
+    /// Unlocks the file. Closing it is not enough: a process that is starting holds a copy of the descriptor, and with
+    /// it the lock, until it runs its program.
+    fn drop(&mut self) {
+        // A file that cannot be unlocked is unlocked when it is closed.
+        let _ = self.0.as_ref().map(fs::File::unlock);
+    }
 }
 
 /// The state that the slab shares with the threads that write.
@@ -201,7 +213,7 @@ impl Slab {
         config: SlabConfig,
         lock: Option<fs::File>,
     ) -> Result<Self> {
-        let lock = Arc::new(lock);
+        let lock = Arc::new(Lock(lock));
         let io = Arc::new(Watched::new(io));
         let (geometry, state) = open::open_within(&io, path, scope, config, &lock)?;
         let shared = Arc::new(Shared {
@@ -339,7 +351,7 @@ impl Drop for Slab {
     fn drop(&mut self) {
         self.shared.queue.lock().closed = true;
         self.shared.queue_changed.notify_all();
-        let (writers, lock) = (std::mem::take(&mut self.writers), std::mem::take(&mut self.lock));
+        let (writers, lock) = (std::mem::take(&mut self.writers), Arc::clone(&self.lock));
         let shared = Arc::clone(&self.shared);
         let (ends, ended) = mpsc::channel();
         let close = move || {

@@ -12,7 +12,7 @@ use kvcore::BlockKey;
 use super::geometry::Geometry;
 use super::state::SlabState;
 use super::table::{Listed, Table};
-use super::{Slab, SlabConfig};
+use super::{Lock, Slab, SlabConfig};
 use crate::error::{Error, Result};
 use crate::io::{Direction, DiskIo, FileIo, IoRequest, PAGE, Pages, RunFault, Watched, run};
 use crate::record::{CellRun, Header};
@@ -60,7 +60,7 @@ pub(super) fn open_within(
     path: &Path,
     scope: BlockKey,
     config: SlabConfig,
-    lock: &Arc<Option<File>>,
+    lock: &Arc<Lock>,
 ) -> Result<(Geometry, SlabState)> {
     let (file, lock, name) = (Arc::clone(io), Arc::clone(lock), path.to_owned());
     let left = || {

@@ -62,7 +62,7 @@ pub(crate) struct Journal {
     entries: Entries,
     /// The size from which the file is written again if half of it is not needed.
     compact_from: u64,
-    _lock: File,
+    _lock: Lock,
 }
 
 impl Journal {
@@ -409,13 +409,26 @@ fn beside(path: &Path, ending: &str) -> PathBuf {
     path.with_file_name(name)
 }
 
+/// A lock on a file until it is dropped.
+#[derive(Debug)]
+struct Lock(File);
+
+impl Drop for Lock {
+    /// Unlocks the file. Closing it is not enough: a process that is starting holds a copy of the descriptor, and with
+    /// it the lock, until it runs its program.
+    fn drop(&mut self) {
+        // A file that cannot be unlocked is unlocked when it is closed.
+        let _ = self.0.unlock();
+    }
+}
+
 /// Locks a journal for this server, by a file beside it.
-fn lock(path: &Path) -> Result<File> {
+fn lock(path: &Path) -> Result<Lock> {
     let failed = |source| Error::Documents { path: path.to_owned(), source };
     let file = disk::private(OpenOptions::new().write(true).create(true)).open(beside(path, "lock"));
     let file = file.map_err(failed)?;
     match file.try_lock() {
-        Ok(()) => Ok(file),
+        Ok(()) => Ok(Lock(file)),
         Err(TryLockError::WouldBlock) => Err(Error::DocumentsInUse { path: path.to_owned() }),
         Err(TryLockError::Error(source)) => Err(failed(source)),
     }

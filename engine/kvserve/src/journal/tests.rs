@@ -428,3 +428,15 @@ fn only_the_owner_reads_the_files_and_a_link_stays_a_link() {
         assert_eq!(fs::metadata(file).unwrap().permissions().mode() & 0o777, 0o600, "{}", file.display());
     }
 }
+
+#[test]
+fn a_journal_is_unlocked_although_a_child_process_still_holds_the_descriptor() {
+    let (_folder, path) = place();
+    let journal = open(&path);
+    // A child has such a copy between its fork and the start of its program.
+    let copy = journal._lock.0.try_clone().unwrap();
+    assert!(matches!(Journal::open(&path), Err(Error::DocumentsInUse { .. })));
+    drop(journal);
+    drop(open(&path));
+    drop(copy);
+}
