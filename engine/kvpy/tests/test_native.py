@@ -1,6 +1,9 @@
 """The native module, on NumPy arrays."""
 
 import json
+import resource
+import sys
+from pathlib import Path
 
 import kvcache
 import numpy as np
@@ -170,6 +173,32 @@ def test_memory_lives_as_long_as_it_is_used() -> None:
 def root(**changes: object) -> bytes:
     settings = {"dtype_name": "float32", "num_heads": HEADS, "head_dim": DIM, "block_size": 16} | changes
     return kvcache.key_root("m", b"revision", ropes(), **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux provides memory ahead of its use")
+def test_memory_is_provided_ahead_of_its_use_and_keeps_its_contents() -> None:
+    blocks = 4_000
+    own, theirs = arena(blocks), layers()
+    cache = kvcache.ForeignCache.interleaved(theirs, "columns")
+    slots, last = [5, 6, 7], [16 * blocks - 3 + at for at in range(3)]
+    expected = [part.copy() for layer in theirs for slot in slots for part in rows(layer, slot)]
+    own.save(cache, last, slots)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    own.provide()
+    whole = blocks * 16 * LAYERS * HEADS * DIM * 2 * 4
+    assert resident() - before > 0.9 * whole
+    after = resident()
+    own.provide()
+    assert resident() - after < 0.1 * whole
+    for layer in theirs:
+        layer[:] = 0
+    own.load(cache, [(last, slots, 0)], ropes())
+    found = [part for layer in theirs for slot in slots for part in rows(layer, slot)]
+    assert all(map(np.array_equal, found, expected))
 
 
 def test_roots_depend_on_everything_that_bytes_depend_on() -> None:

@@ -183,6 +183,20 @@ mod tests {
     }
 
     #[test]
+    fn memory_that_was_provided_is_what_the_first_buffers_use() {
+        let spares = Spares::new(8 * SMALLEST);
+        spares.provide(SMALLEST - 1);
+        assert_eq!(spares.pieces(), [], "it would be small");
+        spares.provide(4 * SMALLEST);
+        let (start, pages) = spares.pieces()[0];
+        assert_eq!((pages, spares.pieces().len()), (4 * PAGES, 1));
+        let buffers = spares.buffers(&[SMALLEST; 4]);
+        assert_eq!((buffers[0].as_ptr() as usize, spares.pieces()), (start, Vec::new()));
+        spares.provide(9 * SMALLEST);
+        assert_eq!(spares.pieces()[0].1, 8 * PAGES, "no more than are kept");
+    }
+
+    #[test]
     fn memory_that_does_not_come_back_leaves_nothing_behind() {
         let spares = Spares::new(64 * SMALLEST);
         for len in [LARGE + LARGE / 8, 11 * LARGE + PAGE, LARGE / 3 / PAGE * PAGE] {
