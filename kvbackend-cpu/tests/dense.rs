@@ -2,7 +2,7 @@
 //! the processor supports, with one thread and with several.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use kvbackend_cpu::dense::{Matrix, Products, StoredType};
+use kvbackend_cpu::dense::{ComputeType, Matrix, Products, StoredType};
 use kvbackend_cpu::{CpuOptions, SimdLevel};
 use kvcore::Compared::Number;
 use kvcore::Error;
@@ -116,6 +116,97 @@ fn rows_longer_than_a_step_are_summed_in_parts() {
     for dtype in [StoredType::F32, StoredType::BF16, StoredType::Q8_0, StoredType::Q6K] {
         for rows in [1, 4] {
             check(dtype, rows, 9, 2560, 3);
+        }
+    }
+}
+
+/// Returns rows rounded to eight bits in blocks of 32 elements, by plain loops.
+fn rounded(x: &[f32]) -> Vec<f32> {
+    let block = |x: &[f32]| {
+        let step = x.iter().fold(0.0f32, |most, x| most.max(x.abs())) / 127.0;
+        let inverse = if step < f32::MIN_POSITIVE { 0.0 } else { 1.0 / step };
+        x.iter().map(|x| (x * inverse).round_ties_even() * step).collect::<Vec<f32>>()
+    };
+    x.chunks_exact(32).flat_map(block).collect()
+}
+
+/// Compares products of rounded rows with plain sums, for rows of very different magnitudes.
+fn check_rounded(dtype: StoredType, rows: usize, out: usize, input: usize, seed: u64) {
+    let mut x = numbers(seed, rows * input);
+    for (block, x) in x.chunks_exact_mut(32).enumerate() {
+        let factor = [1.0, 1e-3, 0.0, 1e4, 1e-42][block % 5];
+        x.iter_mut().for_each(|x| *x *= factor);
+    }
+    let bytes = stored(dtype, out, input, seed + 1);
+    let mut w = vec![0.0; out * input];
+    dtype.decode(&bytes, &mut w);
+    let of = if dtype.is_blocks() { rounded(&x) } else { x.clone() };
+    let expected = expected(&of, &w, input);
+    let matrix = Matrix::new(dtype, out, input, &bytes).unwrap();
+    let mut known: Vec<(String, Vec<f32>)> = Vec::new();
+    for (name, products) in ways() {
+        let y = products.with_compute(ComputeType::Int8).multiplied(&x, rows, &matrix).unwrap();
+        for (i, (y, (sum, size))) in y.iter().zip(&expected).enumerate() {
+            let off = (f64::from(*y) - sum).abs();
+            assert!(
+                off <= 2e-6 * size + 1e-30,
+                "{name}, {dtype} {rows} x {out} x {input}, {i}: {y} and {sum}"
+            );
+        }
+        let level = name.split(',').next().unwrap().to_owned();
+        match known.iter().find(|(known, _)| *known == level) {
+            Some((_, alone)) => assert_eq!(&y, alone, "{name}: threads change no bit"),
+            None => known.push((level, y)),
+        }
+    }
+}
+
+#[rstest]
+fn rows_rounded_to_eight_bits_multiply(#[values(1, 2, 5, 6, 7, 13, 97)] rows: usize) {
+    for (seed, dtype) in StoredType::ALL.into_iter().enumerate() {
+        for out in [1, 15, 16, 17, 32, 45] {
+            check_rounded(dtype, rows, out, 512, seed as u64);
+        }
+    }
+}
+
+#[test]
+fn long_and_many_rows_rounded_to_eight_bits_multiply() {
+    for dtype in [StoredType::Q8_0, StoredType::Q4K, StoredType::Q6K] {
+        for (rows, out, input) in [(1, 9, 2560), (8, 70, 3072), (1300, 33, 768)] {
+            check_rounded(dtype, rows, out, input, 3);
+        }
+    }
+    // Rows that do not consist of whole blocks of 256 elements.
+    for input in [32, 96, 576, 1536 + 32] {
+        check_rounded(StoredType::Q8_0, 9, 20, input, 4);
+    }
+}
+
+/// In a row that is no number or without bound somewhere, no product is a number; other rows stay.
+#[test]
+fn a_fault_in_a_row_that_is_rounded_stays_visible() {
+    let (out, input) = (20, 128);
+    for dtype in [StoredType::Q8_0, StoredType::Q5_1] {
+        let bytes = stored(dtype, out, input, 8);
+        let matrix = Matrix::new(dtype, out, input, &bytes).unwrap();
+        let sound = numbers(9, 3 * input);
+        for fault in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for place in [0, 17, 31, 127] {
+                let mut x = sound.clone();
+                x[input + place] = fault;
+                for (name, products) in ways() {
+                    let products = products.with_compute(ComputeType::Int8);
+                    let expected = products.multiplied(&sound, 3, &matrix).unwrap();
+                    let y = products.multiplied(&x, 3, &matrix).unwrap();
+                    assert!(y[out..2 * out].iter().all(|y| y.is_nan()), "{name} {dtype} {fault} {place}");
+                    assert_eq!(
+                        (&y[..out], &y[2 * out..]),
+                        (&expected[..out], &expected[2 * out..]),
+                        "{name}"
+                    );
+                }
+            }
         }
     }
 }

@@ -8,13 +8,14 @@ use kvlab::{EvalOptions, PromptStyle, Question, Texts, World};
 use kvmodel::{ModelDirectory, TextCodec};
 
 use crate::args::{AskingArgs, EngineArgs};
-use crate::backend::OpenedBackend;
+use crate::backend::{HostSteps, OpenedBackend};
 use crate::error::{Error, Result};
 use crate::{backend, decoys, embedded, load};
 
 /// Loads the model to ask, with its caches.
 pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, TextCodec)> {
-    let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
+    let OpenedBackend { backend, dense } =
+        backend::open(&args.backend, HostSteps { compute: args.compute, ..HostSteps::default() })?;
     let ModelDirectory { model, codec, .. } = load::model(asking.model.as_deref(), args.weights, dense)?;
     let config = EngineConfig {
         kv_format: args.dtype,

@@ -3,10 +3,19 @@
 use std::sync::Arc;
 
 use kvcore::Backend;
-use kvmodel::dense::Dense;
+use kvmodel::dense::{ComputeType, Dense, HostDense};
 
 use crate::args::BackendName;
 use crate::error::Result;
+
+/// The way in which dense steps on the host compute.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct HostSteps {
+    /// The number of threads, which the CPU backend uses, too. Default: one per processor.
+    pub(crate) threads: Option<usize>,
+    /// The precision of projections.
+    pub(crate) compute: ComputeType,
+}
 
 /// A backend, with the dense steps of a model that runs on it.
 pub(crate) struct OpenedBackend {
@@ -15,48 +24,43 @@ pub(crate) struct OpenedBackend {
 }
 
 impl OpenedBackend {
-    /// Returns a backend with dense steps on the host, on the given number of threads.
+    /// Returns a backend with dense steps on the host.
     #[cfg(any(feature = "ascend", feature = "cuda", feature = "wgpu"))]
     #[cfg_attr(
         not(feature = "cpu"),
         allow(clippy::unnecessary_wraps, reason = "threads of the CPU backend may be refused")
     )]
-    fn with_host(backend: Arc<dyn Backend>, threads: Option<usize>) -> Result<Self> {
+    fn with_host(backend: Arc<dyn Backend>, host: HostSteps) -> Result<Self> {
         #[cfg(feature = "cpu")]
-        if threads.is_some() {
-            let dense = kvmodel::dense::HostDense::on(cpu(threads)?.as_ref());
+        if host.threads.is_some() {
+            let dense = HostDense::on(cpu(host.threads)?.as_ref()).with_compute(host.compute);
             return Ok(Self { backend, dense: Arc::new(dense) });
         }
-        let _ = threads;
-        Ok(Self { backend, dense: Arc::new(kvmodel::dense::HostDense::default()) })
+        Ok(Self { backend, dense: Arc::new(HostDense::default().with_compute(host.compute)) })
     }
 }
 
-/// Opens the backend with the given name, like [`open_with`], with the default number of threads.
-pub(crate) fn open(name: &BackendName) -> Result<OpenedBackend> {
-    open_with(name, None)
-}
-
-/// Opens the backend with the given name. If `threads` is given, the CPU backend and dense steps on the host
-/// use that number instead of one per processor.
+/// Opens the backend with the given name, and dense steps on its device or, if it has none, on the host.
 ///
 /// # Errors
-/// Returns an error if this program was built without the backend, or if the machine has no such device.
+/// Returns an error if this program was built without the backend, if the machine has no such device, or if the device
+/// has dense steps that cannot compute as `host` says.
 #[cfg_attr(
     not(any(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")),
     allow(unused_variables, reason = "this build has no backend")
 )]
-pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<OpenedBackend> {
+pub(crate) fn open(name: &BackendName, host: HostSteps) -> Result<OpenedBackend> {
     match name {
         #[cfg(feature = "cpu")]
         BackendName::Cpu => {
-            let backend = cpu(threads)?;
-            Ok(OpenedBackend { dense: Arc::new(kvmodel::dense::HostDense::on(&backend)), backend })
+            let backend = cpu(host.threads)?;
+            let dense = HostDense::on(&backend).with_compute(host.compute);
+            Ok(OpenedBackend { dense: Arc::new(dense), backend })
         }
         #[cfg(not(feature = "cpu"))]
         BackendName::Cpu => Err(crate::error::Error::NoBackend("cpu")),
         #[cfg(feature = "cuda")]
-        BackendName::Cuda(device) => cuda(*device, threads),
+        BackendName::Cuda(device) => cuda(*device, host),
         #[cfg(not(feature = "cuda"))]
         BackendName::Cuda(_) => Err(crate::error::Error::NoBackend("cuda")),
         #[cfg(feature = "ascend")]
@@ -65,7 +69,7 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
             let backend =
                 kvbackend_ascend::AscendBackend::with_options(&options).map_err(kvengine::Error::from)?;
             let dense = kvmodel::dense::AscendDense::new(&backend);
-            with_dense(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
+            with_dense(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), host)
         }
         #[cfg(not(feature = "ascend"))]
         BackendName::Ascend { .. } => Err(crate::error::Error::NoBackend("ascend")),
@@ -77,7 +81,7 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
             };
             let backend =
                 kvbackend_wgpu::WgpuBackend::with_options(&options).map_err(kvengine::Error::from)?;
-            OpenedBackend::with_host(backend, threads)
+            OpenedBackend::with_host(backend, host)
         }
         #[cfg(not(feature = "wgpu"))]
         BackendName::Wgpu(_) => Err(crate::error::Error::NoBackend("wgpu")),
@@ -93,29 +97,30 @@ fn cpu(threads: Option<usize>) -> Result<Arc<kvbackend_cpu::CpuBackend>> {
 
 /// Opens a CUDA device.
 #[cfg(feature = "cuda")]
-fn cuda(device: usize, threads: Option<usize>) -> Result<OpenedBackend> {
+fn cuda(device: usize, host: HostSteps) -> Result<OpenedBackend> {
     let options = kvbackend_cuda::CudaOptions { device, ..kvbackend_cuda::CudaOptions::default() };
     let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvengine::Error::from)?;
     let dense = kvmodel::dense::CudaDense::new(&backend);
-    with_dense(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
+    with_dense(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), host)
 }
 
-/// Returns a backend with `dense`, its device's dense steps. If the device's libraries cannot run the steps,
+/// Returns a backend with `dense`, its device's dense steps, which are exact. If the device's libraries cannot run the steps,
 /// the steps run on the host instead, and a note on standard error explains this.
 #[cfg(any(feature = "ascend", feature = "cuda"))]
 fn with_dense(
     backend: Arc<dyn Backend>,
     dense: kvmodel::Result<Arc<dyn Dense>>,
-    threads: Option<usize>,
+    host: HostSteps,
 ) -> Result<OpenedBackend> {
     match dense {
+        Ok(_) if host.compute != ComputeType::Exact => Err(crate::error::Error::ExactOnly(host.compute)),
         Ok(dense) => Ok(OpenedBackend { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
             note!(
                 "note: norms and matrix products run on the CPU, which is slow and prevents captured decode steps, \
                  because {reason}"
             );
-            OpenedBackend::with_host(backend, threads)
+            OpenedBackend::with_host(backend, host)
         }
         Err(other) => Err(other.into()),
     }

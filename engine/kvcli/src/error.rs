@@ -53,6 +53,10 @@ pub(crate) enum Error {
     /// A message file is malformed, or its conversation cannot be answered.
     #[error("{path}: {source}")]
     Messages { path: PathBuf, source: kvengine::Error },
+    /// The device's matrix products cannot compute like this.
+    #[cfg(any(feature = "ascend", feature = "cuda"))]
+    #[error("`--compute {0}` is for matrix products on the CPU; leave it out, or add `--backend cpu`")]
+    ExactOnly(kvmodel::dense::ComputeType),
     /// The program was built without the requested backend.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]

@@ -11,7 +11,7 @@ use kvserve::{ApiKeys, DocumentReuse, ServedModel, Server, ServerConfig};
 use tracing_subscriber::EnvFilter;
 
 use crate::args::{LogFormat, ServerArgs};
-use crate::backend::OpenedBackend;
+use crate::backend::{HostSteps, OpenedBackend};
 use crate::error::{Error, Result};
 use crate::way::ChosenWay;
 use crate::{backend, load};
@@ -28,7 +28,10 @@ pub(crate) fn serve(args: &ServerArgs) -> Result<()> {
     log(args)?;
     let keys = args.api_key_file.as_deref().map(ApiKeys::read).transpose()?;
     check_passed(args)?;
-    let OpenedBackend { backend, dense } = backend::open(&args.engine.backend)?;
+    let OpenedBackend { backend, dense } = backend::open(
+        &args.engine.backend,
+        HostSteps { compute: args.engine.compute, ..HostSteps::default() },
+    )?;
     let ModelDirectory { model, codec, .. } = load::model(args.model(), args.engine.weights, dense)?;
     let reuse = if args.way.reuse.is_some() || args.reuse_anyway {
         let ChosenWay { reuse, decoys, .. } = ChosenWay::new(&args.way, &model, &codec)?;

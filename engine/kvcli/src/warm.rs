@@ -11,7 +11,7 @@ use kvmodel::{ModelDirectory, TextCodec};
 use serde::Serialize;
 
 use crate::args::WarmArgs;
-use crate::backend::OpenedBackend;
+use crate::backend::{HostSteps, OpenedBackend};
 use crate::error::{Error, Result};
 use crate::progress::{bar, counting};
 use crate::report::json;
@@ -43,7 +43,10 @@ struct WarmReport {
 
 pub(crate) fn warm(args: &WarmArgs) -> Result<()> {
     let documents = args.sources.iter().map(|path| read(path)).collect::<Result<Vec<_>>>()?.concat();
-    let OpenedBackend { backend, dense } = backend::open(&args.engine.backend)?;
+    let OpenedBackend { backend, dense } = backend::open(
+        &args.engine.backend,
+        HostSteps { compute: args.engine.compute, ..HostSteps::default() },
+    )?;
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.engine.weights, dense)?;
     let way = ChosenWay::new(&args.way, &model, &codec)?;
     let config = EngineConfig {

@@ -11,7 +11,7 @@ use kvbackend_ascend::{AscendBackend, AscendOptions};
 use kvbackend_cpu::{CpuBackend, CpuOptions, CpuStorage};
 use kvbackend_cuda::{CudaBackend, CudaOptions, CudaStream};
 use kvcore::{Backend, MemoryKind, Storage, Stream};
-use kvmodel::dense::{AscendDense, CudaDense, Dense, HostDense};
+use kvmodel::dense::{AscendDense, ComputeType, CudaDense, Dense, HostDense};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeWarning, PyValueError};
 use pyo3::prelude::*;
@@ -201,11 +201,19 @@ pub(crate) struct ModelDevice {
 
 /// Opens a model's device: `cpu`, `cuda`, `cuda:N`, `ascend` or `ascend:N`. If the libraries for the dense
 /// steps are not found, those steps run on the host, and Python gets a warning.
-pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> PyResult<ModelDevice> {
+///
+/// # Errors
+/// Returns `ValueError` if the device has dense steps of its own, which are exact, and `compute` is another type.
+pub(crate) fn open_model(
+    py: Python<'_>,
+    name: &str,
+    threads: Option<usize>,
+    compute: ComputeType,
+) -> PyResult<ModelDevice> {
     let (backend, dense): (Arc<dyn Backend>, kvmodel::Result<Arc<dyn Dense>>) = match parts(name) {
         ("cpu", None) => {
             let backend = host(threads)?;
-            let dense = Arc::new(HostDense::on(&backend));
+            let dense = Arc::new(HostDense::on(&backend).with_compute(compute));
             (backend, Ok(dense))
         }
         ("cuda", number) => {
@@ -222,12 +230,20 @@ pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> 
         _ => return Err(unknown(name, "cpu, cuda, cuda:N, ascend or ascend:N")),
     };
     match dense {
+        Ok(_) if compute != ComputeType::Exact && parts(name).0 != "cpu" => {
+            let text =
+                format!("compute is \"{compute}\", which is for matrix products on the CPU; use \"exact\"");
+            Err(PyValueError::new_err(text))
+        }
         Ok(dense) => Ok(ModelDevice { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
             let text = format!("norms and matrix products run on the CPU, which is slow, because {reason}");
             let text = CString::new(text).unwrap_or_default();
             PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &text, 2)?;
-            Ok(ModelDevice { backend, dense: Arc::new(HostDense::on(host(threads)?.as_ref())) })
+            Ok(ModelDevice {
+                backend,
+                dense: Arc::new(HostDense::on(host(threads)?.as_ref()).with_compute(compute)),
+            })
         }
         Err(other) => Err(CallError::from(other).into()),
     }

@@ -290,6 +290,8 @@ impl Llm {
     /// document tokens to which the question attends most is recomputed. If only `chunk_cache_config` is given, nothing is
     /// recomputed. Without `enable_chunk_cache`, prompts are answered with ordinary attention.
     ///
+    /// With `compute="int8"`, activations are rounded to eight bits for weights in ggml blocks, as in llama.cpp.
+    ///
     /// With `disk`, documents and prompts outlive the program in a file of `disk_limit` bytes in that folder. By default,
     /// it keeps the size that it has, or gets 10 GiB if it is new. They are
     /// loaded if that is expected to be faster than computing them, or always with `disk_loads="always"`. When the file is
@@ -298,8 +300,8 @@ impl Llm {
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, decoys = None, dtype_name = "float32",
-        block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None, disk = None, disk_limit = None,
-        disk_loads = "faster", disk_policy = "lru"
+        block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None, compute = "exact",
+        disk = None, disk_limit = None, disk_loads = "faster", disk_policy = "lru"
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -314,6 +316,7 @@ impl Llm {
         kv_cache_memory_bytes: Option<usize>,
         device: &str,
         threads: Option<usize>,
+        compute: &str,
         disk: Option<PathBuf>,
         disk_limit: Option<u64>,
         disk_loads: &str,
@@ -350,7 +353,7 @@ impl Llm {
             |config| config.0.clone(),
         );
         let enabled = enable_chunk_cache && chunks.enabled;
-        let opened = open_model(py, device, threads)?;
+        let opened = open_model(py, device, threads, compute.parse().map_err(CallError::from)?)?;
         let separator = chunks.separator.clone();
         let config = EngineConfig {
             kv_format: dtype(dtype_name)?.into(),

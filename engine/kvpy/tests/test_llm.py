@@ -56,6 +56,14 @@ def test_without_a_chunk_cache_prompts_are_ordinary() -> None:
     assert again.num_recomputed_tokens > 0 and (answer.text.strip(), again.text.strip()) == ("blue", "red")
 
 
+def test_activations_may_be_rounded() -> None:
+    """The built-in model is in f32, whose products are never rounded."""
+    (answer,) = kvcache.LLM(MODEL, compute="int8").generate(PROMPT)
+    assert answer.text.strip() == "blue"
+    with pytest.raises(kvcache.KvCacheError, match="compute type \"bf8\"; use exact or int8"):
+        kvcache.LLM(MODEL, compute="bf8")
+
+
 def test_documents_are_computed_behind_decoys() -> None:
     config = kvcache.ChunkCacheConfig(
         chunk_separator="##", compute_mode="behind:2", position_strategy="sequential", memory_share=0.5

@@ -1,8 +1,9 @@
 //! Products of activations and a model's matrices, and the steps between these products.
 //!
 //! [`Products`] multiplies f32 activations by a matrix in its stored form: floats, or ggml blocks. Every
-//! matrix element is decoded once for all rows, and only products and their sums are rounded. Norms, gates
-//! and sums also run on all threads, because a single-threaded step would keep all other threads waiting.
+//! matrix element is decoded once for all rows, and only products and their sums are rounded, unless the caller
+//! chooses [`ComputeType::Int8`]. Norms, gates and sums also run on all threads, because a single-threaded step
+//! would keep all other threads waiting.
 //!
 //! ```
 //! use kvbackend_cpu::dense::{Matrix, Products, StoredType};
@@ -29,6 +30,8 @@ use crate::{CpuBackend, CpuOptions};
 
 mod between;
 mod bytes;
+mod compute;
+mod eight;
 mod file;
 mod panel;
 mod single;
@@ -42,6 +45,7 @@ mod unit;
 mod unit;
 
 pub use bytes::SharedBytes;
+pub use compute::ComputeType;
 pub use file::{FileAccess, WeightFile, check_regular_file};
 pub use types::StoredType;
 
@@ -102,20 +106,9 @@ impl<'a> Matrix<'a> {
     }
 
     /// Returns the bytes of a range of a row's elements. The range must consist of whole blocks.
-    #[cfg(target_arch = "x86_64")]
     fn elements(&self, row: usize, elements: &Range<usize>) -> &'a [u8] {
         let at = |element: usize| element / self.dtype.block_elements() * self.dtype.block_bytes();
         &self.rows(row..row + 1)[at(elements.start)..at(elements.end)]
-    }
-
-    /// Returns the matrix as input for panels, if its elements are aligned f32 and there are enough rows for
-    /// panels to be faster.
-    fn for_panels(&self, rows: usize) -> Option<panel::Floats<'a>> {
-        if self.dtype != StoredType::F32 || rows < panel::FEWEST_ROWS {
-            return None;
-        }
-        let values = bytemuck::try_cast_slice(self.bytes).ok()?;
-        Some(panel::Floats { values, out: self.out, input: self.input })
     }
 
     /// Returns rows of the matrix as f32, decoded into `scratch` unless they are already stored as aligned
@@ -158,11 +151,13 @@ thread_local! {
 pub struct Products {
     level: AvailableLevel,
     workers: Arc<Workers>,
+    compute: ComputeType,
 }
 
 impl fmt::Debug for Products {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Products({}, {} threads)", self.level.level(), self.workers.count())
+        let Self { level, workers, compute } = self;
+        write!(f, "Products({compute}, {}, {} threads)", level.level(), workers.count())
     }
 }
 
@@ -176,12 +171,16 @@ impl Products {
     /// Creates an instance that uses the processor's best instruction set and the threads shared by all
     /// backends that do not set a thread count.
     pub fn new() -> Self {
-        Self { level: AvailableLevel::best(), workers: Workers::of_the_machine() }
+        Self {
+            level: AvailableLevel::best(),
+            workers: Workers::of_the_machine(),
+            compute: ComputeType::Exact,
+        }
     }
 
     /// Creates an instance that uses a backend's instruction set and threads.
     pub fn on(backend: &CpuBackend) -> Self {
-        Self { level: backend.level, workers: Arc::clone(&backend.workers) }
+        Self { level: backend.level, workers: Arc::clone(&backend.workers), compute: ComputeType::Exact }
     }
 
     /// Creates an instance that uses the instruction set and threads of `options`; the other fields are
@@ -191,6 +190,17 @@ impl Products {
     /// Returns the errors of [`CpuBackend::with_options`].
     pub fn with_options(options: &CpuOptions) -> Result<Self> {
         Ok(Self::on(CpuBackend::with_options(options)?.as_ref()))
+    }
+
+    /// Returns this instance with another compute type.
+    #[must_use]
+    pub fn with_compute(self, compute: ComputeType) -> Self {
+        Self { compute, ..self }
+    }
+
+    /// Returns the compute type.
+    pub fn compute(&self) -> ComputeType {
+        self.compute
     }
 
     /// Computes `y = x · matrixᵀ`, where `x` is `[rows, input]` and `y` is `[rows, out]`.
@@ -233,11 +243,25 @@ impl Products {
             unsafe { y.write_bytes(0, rows * out) };
             return Ok(());
         }
-        let threads = self.workers.parts(out, out * matrix.row_bytes * rows.min(8), BYTES_PER_THREAD);
-        if unit::multiply(self.level.level(), (&self.workers, threads), (x, rows), matrix, y) {
-            return Ok(());
+        if self.compute == ComputeType::Int8 && matrix.dtype.is_blocks() {
+            return eight::multiply(self, (x, rows), matrix, y);
         }
-        let unit = if matrix.for_panels(rows).is_some() { panel::UNIT } else { tile::COLUMNS };
+        self.exact((x, rows), matrix, y);
+        Ok(())
+    }
+
+    /// Returns the number of threads for a product.
+    fn threads(&self, matrix: &Matrix<'_>, rows: usize) -> usize {
+        self.workers.parts(matrix.out, matrix.out * matrix.row_bytes * rows.min(8), BYTES_PER_THREAD)
+    }
+
+    /// Writes the products of rows that are not rounded. Neither side may be empty.
+    fn exact(&self, (x, rows): (&[f32], usize), matrix: &Matrix<'_>, y: Destination<'_>) {
+        let (out, threads) = (matrix.out, self.threads(matrix, rows));
+        if unit::multiply(self.level.level(), (&self.workers, threads), (x, rows), matrix, y) {
+            return;
+        }
+        let unit = if rows >= panel::FEWEST_ROWS { panel::UNIT } else { tile::COLUMNS };
         in_parts((&self.workers, threads), out, unit, &|columns| {
             SCRATCH.with_borrow_mut(|scratch| {
                 let part = MatrixPart { x, rows, matrix, columns, y, scratch };
@@ -245,7 +269,6 @@ impl Products {
                 unsafe { self.level.run(part) };
             });
         });
-        Ok(())
     }
 }
 
@@ -309,9 +332,10 @@ impl SimdTask for MatrixPart<'_> {
         if rows == 1 && unsafe { single::columns::<S>(x, matrix, columns.clone(), y, scratch) } {
             return;
         }
-        if let Some(floats) = matrix.for_panels(rows) {
+        if rows >= panel::FEWEST_ROWS && (matrix.dtype == StoredType::F32 || S::LANES >= panel::DECODED_LANES)
+        {
             // SAFETY: the caller is compiled for `S`, and the columns of `y` belong to this part by contract.
-            unsafe { panel::columns::<S>((x, rows), floats, columns, y, scratch) };
+            unsafe { panel::columns::<S>((x, rows), matrix, columns, y, scratch) };
             return;
         }
         let ahead = matrix.dtype == StoredType::F32;

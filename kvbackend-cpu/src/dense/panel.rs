@@ -1,5 +1,5 @@
-//! Multiplies many rows by panels. A panel is a few matrix rows that are first transposed, so that their
-//! elements are side by side.
+//! Multiplies many rows by panels. A panel is a few matrix rows that are first decoded and transposed, so that
+//! their elements are side by side.
 //!
 //! A panel is two vectors wide and fits in the first-level cache. Depending on the instruction set, up to six
 //! or eight rows at a time are multiplied by a panel: each of the rows' elements is broadcast to a vector,
@@ -8,11 +8,13 @@
 
 use std::ops::Range;
 
-use super::PAD;
+use super::{Matrix, PAD, StoredType, stored};
 use crate::simd::Simd;
 
 /// Minimum number of rows for which a panel saves more time than its transposition costs.
 pub(super) const FEWEST_ROWS: usize = 24;
+/// Minimum number of lanes with which panels of decoded elements are faster than tiles.
+pub(super) const DECODED_LANES: usize = 16;
 /// Each thread's columns begin at a multiple of this number, so panels are whole with every instruction set.
 pub(super) const UNIT: usize = 32;
 /// Maximum number of elements per column in a panel.
@@ -30,14 +32,6 @@ const TILE_ROWS: usize = 8;
 /// Maximum number of columns per panel.
 const WIDTH: usize = 32;
 
-/// An f32 matrix `[out, input]`.
-#[derive(Clone, Copy)]
-pub(super) struct Floats<'a> {
-    pub(super) values: &'a [f32],
-    pub(super) out: usize,
-    pub(super) input: usize,
-}
-
 /// Computes `y[r * out + c] = x[r] · matrix[c]` for all `rows` rows of `x` and matrix rows `columns`.
 /// Overwrites `scratch`.
 ///
@@ -47,23 +41,30 @@ pub(super) struct Floats<'a> {
 #[inline(always)]
 pub(super) unsafe fn columns<S: Simd>(
     (x, rows): (&[f32], usize),
-    matrix: Floats<'_>,
+    matrix: &Matrix<'_>,
     columns: Range<usize>,
     y: *mut f32,
     scratch: &mut Vec<f32>,
 ) {
     let (input, width) = (matrix.input, 2 * S::LANES);
-    let whole = matrix.values.len() == matrix.out * input && columns.end <= matrix.out;
-    assert!(x.len() == rows * input && whole, "whole rows");
-    // Each row is split into parts of about equal length.
-    let depth = input.div_ceil(input.div_ceil(DEPTH).max(1)).next_multiple_of(S::LANES);
+    assert!(x.len() == rows * input && columns.end <= matrix.out, "whole rows");
+    let floats: Option<&[f32]> = match matrix.dtype {
+        StoredType::F32 => bytemuck::try_cast_slice(matrix.bytes).ok(),
+        _ => None,
+    };
+    // Each row is split into parts of about equal length, which consist of whole blocks.
+    let unit = S::LANES.max(matrix.dtype.block_elements());
+    let depth = input.div_ceil(input.div_ceil(DEPTH).max(1)).next_multiple_of(unit);
     let runs = rows.div_ceil(ROWS);
     let apart = input.is_multiple_of(SAME_SETS) && rows * input > FEW;
     let copies = if apart { rows.div_ceil(runs) * (depth + PAD) } else { 0 };
-    if scratch.len() < width * depth + copies {
-        scratch.resize(width * depth + copies, 0.0);
+    // Matrix rows that are not f32 are decoded first.
+    let decoded = if floats.is_some() { 0 } else { width * (depth + PAD) };
+    if scratch.len() < width * depth + decoded + copies {
+        scratch.resize(width * depth + decoded + copies, 0.0);
     }
-    let (panel, copies) = scratch.split_at_mut(width * depth);
+    let (panel, rest) = scratch.split_at_mut(width * depth);
+    let (decoded, copies) = rest.split_at_mut(decoded);
     for run in 0..runs {
         let (first, end) = (rows * run / runs, rows * (run + 1) / runs);
         // A few rows fit in the cache completely, so the matrix is read row by row. If there are many rows,
@@ -87,8 +88,13 @@ pub(super) unsafe fn columns<S: Simd>(
                     // and `x` has these elements in rows `first..end`, which are `stride` elements apart. By
                     // contract, `y` may be written at `count` columns of these rows.
                     unsafe {
-                        let source = matrix.values.as_ptr().add(column * input + from);
-                        let source = MatrixRows { elements: source, stride: input, rows: count };
+                        let source = if let Some(floats) = floats {
+                            let elements = floats.as_ptr().add(column * input + from);
+                            MatrixRows { elements, stride: input, rows: count }
+                        } else {
+                            decode::<S>(matrix, column..column + count, &part, decoded);
+                            MatrixRows { elements: decoded.as_ptr(), stride: depth + PAD, rows: count }
+                        };
                         source.transpose::<S>(depth, panel.as_mut_ptr());
                         let panel = Panel { elements: panel.as_ptr(), depth, columns: count, add: from > 0 };
                         let y = y.add(first * matrix.out + column);
@@ -97,6 +103,18 @@ pub(super) unsafe fn columns<S: Simd>(
                 }
             }
         }
+    }
+}
+
+/// Decodes a range of elements of a few matrix rows, leaving a cache line between the rows.
+///
+/// # Safety
+/// The caller must be compiled for `S`.
+#[inline(always)]
+unsafe fn decode<S: Simd>(matrix: &Matrix<'_>, rows: Range<usize>, part: &Range<usize>, to: &mut [f32]) {
+    for (row, to) in rows.zip(to.chunks_exact_mut(part.len() + PAD)) {
+        // SAFETY: the caller is compiled for `S`, by contract.
+        unsafe { stored::decode::<S>(matrix.dtype, matrix.elements(row, part), &mut to[..part.len()]) };
     }
 }
 

@@ -92,6 +92,15 @@ impl StoredType {
         }
     }
 
+    /// Returns the number of elements that share a factor: 1 for types without blocks.
+    pub(super) const fn group_elements(self) -> usize {
+        match self {
+            Self::Q2K | Self::Q3K | Self::Q6K => 16,
+            Self::F32 | Self::F16 | Self::BF16 => 1,
+            _ => 32,
+        }
+    }
+
     /// Returns whether groups of elements have a minimum in addition to their scale.
     pub(super) const fn has_minima(self) -> bool {
         matches!(self, Self::Q4_1 | Self::Q5_1 | Self::Q2K | Self::Q4K | Self::Q5K)

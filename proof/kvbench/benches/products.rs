@@ -1,10 +1,10 @@
-//! Measures products with stored matrices: a single row against a streaming read of the matrix's bytes, and
-//! several rows against a library's f32 product of the same size.
+//! Measures products with stored matrices: a single row against a streaming read of the matrix's bytes, several rows
+//! against a library's f32 product of the same size, and rows rounded to eight bits against exact products.
 //!
 //! `--mib N` sets the size of the matrices in f32 (default 128, too large for caches).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
-use kvbackend_cpu::dense::{Matrix, Products, StoredType};
+use kvbackend_cpu::dense::{ComputeType, Matrix, Products, StoredType};
 use kvbench::limits::StreamingRead;
 use kvbench::{in_turns, option, row};
 
@@ -13,10 +13,18 @@ const OUT: usize = 2048;
 /// The input dimension of a matrix `[out, input]`.
 const INPUT: usize = 1024;
 
-/// Returns the bytes of a matrix: a repeated pattern whose numbers are finite in every type.
+/// Returns the bytes of a matrix: small integers as floats, and a repeated pattern as blocks, whose numbers are finite and
+/// not denormal, because those multiply slowly.
 fn bytes(dtype: StoredType) -> Vec<u8> {
-    let len = OUT * dtype.row_bytes(INPUT).expect("whole blocks");
-    (0..len).map(|i| (i * 31 % 61) as u8).collect()
+    let numbers = (0..OUT * INPUT).map(|i| (i % 13) as f32 - 6.0);
+    match dtype {
+        StoredType::F32 => numbers.flat_map(f32::to_le_bytes).collect(),
+        StoredType::BF16 => numbers.flat_map(|x| ((x.to_bits() >> 16) as u16).to_le_bytes()).collect(),
+        _ => {
+            let len = OUT * dtype.row_bytes(INPUT).expect("whole blocks");
+            (0..len).map(|i| (i * 31 % 61) as u8).collect()
+        }
+    }
 }
 
 /// Multiplies with a library, which uses its own threads: `y[r, c] = x[r] · w[c]`.
@@ -86,6 +94,18 @@ fn main() {
                 let mut theirs = || plain.iter().for_each(|w| library(&x, rows, w, &mut z, threads));
                 let [seconds, limit] = in_turns([&mut ours, &mut theirs]);
                 row(&what, size, seconds, "GEMM in f32", limit);
+            }
+            if dtype.is_blocks() {
+                let rounded = products.clone().with_compute(ComputeType::Int8);
+                let (mut y, mut z) = (vec![0.0f32; rows * OUT], vec![0.0f32; rows * OUT]);
+                let run = |products: &Products, y: &mut [f32]| {
+                    for matrix in &matrices {
+                        products.multiply(&x, matrix, y).expect("a product");
+                    }
+                };
+                let [seconds, exact] =
+                    in_turns([&mut || run(&rounded, &mut y), &mut || run(&products, &mut z)]);
+                row(&format!("{what}, in int8"), size, seconds, "exact product", exact);
             }
         }
     }

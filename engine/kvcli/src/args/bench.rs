@@ -6,9 +6,11 @@ use clap::{Args, Subcommand};
 use kvchunk::ComputeMode;
 use kvcore::KvFormat;
 use kvload::ServerUrl;
+use kvmodel::dense::ComputeType;
 
 use super::{
-    BackendName, Positions, SleepArgs, WeightsFormat, at_least_one, backend, kv_format, mode, share,
+    BackendName, Positions, SleepArgs, WeightsFormat, at_least_one, backend, compute_type, kv_format, mode,
+    share,
 };
 
 /// Options of `kvc bench`.
@@ -53,6 +55,12 @@ pub(crate) struct MeasuredArgs {
     /// them into memory.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
+
+    /// Precision of matrix products on the host. exact: only sums are rounded. int8: for weights in ggml
+    /// blocks, activations are rounded to eight bits, as llama.cpp does; two to four times as fast for prompts
+    /// on processors with AVX512_VNNI. Keys and values of one type are not found by the other.
+    #[arg(long, value_name = "TYPE", default_value = "exact", value_parser = compute_type)]
+    pub(crate) compute: ComputeType,
 
     /// Backend for keys, values and attention: cpu, cuda, cuda:INDEX, ascend, ascend:INDEX, wgpu or
     /// wgpu:ADAPTER (see `kvc devices`).

@@ -11,7 +11,7 @@ use kvmodel::{Model, ModelConfig, ModelDirectory, TextCodec, WeightFormat, Weigh
 use serde::Serialize;
 
 use crate::args::{BenchArgs, BenchKind, MeasuredArgs, RagArgs};
-use crate::backend::OpenedBackend;
+use crate::backend::{HostSteps, OpenedBackend};
 use crate::error::Result;
 use crate::plot::result_file;
 use crate::progress::{bar, counting};
@@ -131,7 +131,8 @@ fn weight_bytes(config: &ModelConfig, format: WeightFormat) -> u64 {
 /// Opens a backend, and loads a model on it or creates a model of the given size with random weights.
 /// Also returns its tokenizer.
 fn open(args: &MeasuredArgs) -> Result<(Model, TextCodec, Arc<dyn Backend>)> {
-    let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
+    let OpenedBackend { backend, dense } =
+        backend::open(&args.backend, HostSteps { compute: args.compute, ..HostSteps::default() })?;
     if let Some((layers, width)) = args.size {
         let (config, format) = (ModelConfig::benchmark(layers, width)?, load::format(args.weights).0);
         memory::check_room((layers, width), weight_bytes(&config, format))?;

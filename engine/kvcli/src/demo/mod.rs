@@ -8,7 +8,7 @@ use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
 use serde::Serialize;
 
 use crate::args::DemoArgs;
-use crate::backend::OpenedBackend;
+use crate::backend::{HostSteps, OpenedBackend};
 use crate::error::{Error, Result};
 use crate::report::{json, ms, table};
 use crate::{backend, embedded};
@@ -40,7 +40,7 @@ struct Answered {
 
 pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
-    let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
+    let OpenedBackend { backend, dense } = backend::open(&args.backend, HostSteps::default())?;
     let ModelDirectory { model, codec, .. } = embedded::load(WeightFormat::Stored, dense)?;
     let config = EngineConfig { kv_format: args.dtype, ..EngineConfig::default() };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;

@@ -40,6 +40,7 @@ pub(super) fn settings(
         "dtype": args.engine.dtype.to_string(),
         "keys": args.engine.keys.to_string(),
         "weights": word(args.engine.weights.to_possible_value()),
+        "compute": args.engine.compute.to_string(),
         "backend": format!("{:?}", args.engine.backend).to_lowercase(),
     });
     if let Value::Object(settings) = settings { settings } else { Settings::new() }

@@ -8,7 +8,7 @@ use kvengine::{DefaultReuse, Engine, EngineConfig, FinishReason, Generation, Pro
 use kvmodel::ModelDirectory;
 
 use crate::args::RunArgs;
-use crate::backend::OpenedBackend;
+use crate::backend::{HostSteps, OpenedBackend};
 use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::LiveAnswer;
@@ -31,7 +31,8 @@ const DEFAULT_SHARE: f64 = 0.5;
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let prompts = RunPrompts::read(&args.asked)?;
     let variables = prompts::variables(&args.asked)?;
-    let OpenedBackend { backend, dense } = backend::open_with(&args.backend, args.threads)?;
+    let OpenedBackend { backend, dense } =
+        backend::open(&args.backend, HostSteps { threads: args.threads, compute: args.compute })?;
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;
     let codec = codec.with_variables(variables)?;
     let constraint = form::constraint(&args.sampling.form, &codec, model.config())?;

@@ -37,7 +37,7 @@ pub use ascend::AscendDense;
 pub use cuda::CudaDense;
 pub use host::{HostDense, OutputTensor, lend_tensor};
 pub(crate) use kvbackend_cpu::dense::check_regular_file;
-pub use kvbackend_cpu::dense::{FileAccess, SharedBytes, StoredType, WeightFile};
+pub use kvbackend_cpu::dense::{ComputeType, FileAccess, SharedBytes, StoredType, WeightFile};
 pub use stored::StoredWeight;
 pub(crate) use stored::bytes_of;
 
@@ -92,8 +92,8 @@ pub trait Weight: fmt::Debug + Send + Sync {
 
 /// An implementation of the dense steps.
 ///
-/// - **Results**: steps compute in f32, or their results match f32's up to rounding. Steps do not change
-///   their inputs.
+/// - **Results**: steps compute in f32, or their results match f32's up to rounding, unless the caller asked
+///   for less ([`ComputeType`]). Steps do not change their inputs.
 /// - **Order**: a step may return before its work is done. Later steps see its results, and
 ///   [`read`](Self::read) waits for them. A [`Border`] orders the steps and the operations of a stream.
 /// - **Empty batches**: every step accepts inputs without rows. The result then has no rows either.

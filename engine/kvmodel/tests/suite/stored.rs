@@ -1,7 +1,9 @@
 //! Models whose weights are stored in blocks, and weights that no model can use.
 
+use std::sync::Arc;
+
 use half::f16;
-use kvmodel::dense::{StoredType, StoredWeight};
+use kvmodel::dense::{ComputeType, HostDense, StoredType, StoredWeight};
 use kvmodel::{Error, Model, ModelConfig, WeightFormat, WeightProblem, Weights};
 use rstest::rstest;
 
@@ -112,6 +114,23 @@ fn a_model_in_blocks_answers_as_its_decoded_weights(
     // With Q4_K, the down projection stays in f32, and the eight-bit format rounds it.
     let rounded = dtype == StoredType::Q4K && format == WeightFormat::Q8;
     assert!(gap < if rounded { 0.02 } else { 1e-5 }, "{gap}");
+}
+
+#[test]
+fn a_model_with_rounded_activations_is_another_one() {
+    let blocks: Vec<_> = weights().iter().map(|weight| in_blocks(weight, StoredType::Q8_0)).collect();
+    let [exact, rounded] = ComputeType::ALL.map(|compute| {
+        let (weights, dense) =
+            (Weights::from_stored(blocks.clone()), HostDense::default().with_compute(compute));
+        Model::with_dense(config(), weights, WeightFormat::Stored, Arc::new(dense)).unwrap()
+    });
+    assert_eq!(exact.identity(), rounded.identity());
+    assert_ne!(exact.revision(), rounded.revision(), "their keys and values must not be shared");
+    let (got, expected) = (logits(&rounded), logits(&exact));
+    let largest = expected.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+    let gap = distance(&got, &expected) / largest;
+    println!("activations in eight bits: {gap:.2e} of the largest logit");
+    assert!(gap > 1e-4 && gap < 0.05, "{gap}");
 }
 
 #[test]

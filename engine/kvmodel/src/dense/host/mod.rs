@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{D, Device, Storage, Tensor};
 use kvbackend_cpu::CpuBackend;
-use kvbackend_cpu::dense::Products;
+use kvbackend_cpu::dense::{ComputeType, Products};
 use kvcore::Backend;
 
 use super::{
@@ -27,7 +27,9 @@ use weight::{HeadMatrices, HeldForm, HostWeight, StoredMatrix};
 /// The dense steps on the host.
 ///
 /// Projection and embedding matrices keep their stored type, unless a [`WeightFormat`] asks for another one,
-/// and are multiplied in f32: weights are not widened in memory, and activations are not rounded.
+/// and are multiplied in f32: weights are not widened in memory, and activations are not rounded. With
+/// [`ComputeType::Int8`], activations are rounded to eight bits for matrices in blocks, except for those that
+/// a model asks to be exact ([`WeightUse::ExactProjection`]).
 ///
 /// Matrix products and the steps between them run on a CPU backend's threads, which live as long as the
 /// backend. candle stores the tensors and copies their rows, but does not start threads.
@@ -40,6 +42,18 @@ impl HostDense {
     /// Creates steps that run on a backend's threads and use its instruction set.
     pub fn on(backend: &CpuBackend) -> Self {
         Self { products: Products::on(backend) }
+    }
+
+    /// Returns these steps with another precision of projections.
+    #[must_use]
+    pub fn with_compute(self, compute: ComputeType) -> Self {
+        Self { products: self.products.with_compute(compute) }
+    }
+
+    /// Returns the products of a projection's matrix.
+    fn products_with(&self, matrix: &StoredMatrix) -> Products {
+        let compute = if matrix.is_exact { ComputeType::Exact } else { self.products.compute() };
+        self.products.clone().with_compute(compute)
     }
 }
 
@@ -139,7 +153,10 @@ fn pairwise(
 
 impl Dense for HostDense {
     fn name(&self) -> &'static str {
-        NAME
+        match self.products.compute() {
+            ComputeType::Exact => NAME,
+            ComputeType::Int8 => "host, int8",
+        }
     }
 
     fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>> {
@@ -183,7 +200,8 @@ impl Dense for HostDense {
     fn project(&self, x: &Activation, matrix: &dyn Weight, bias: Option<&dyn Weight>) -> Result<Activation> {
         let (x, matrix) = (rows_of(x)?, self::matrix(matrix)?);
         let (rows, out) = (x.dim(0).map_err(failed)?, matrix.out);
-        let mut y = with_values(x, |x| Ok(self.products.multiplied(x, rows, &matrix.view()?)?))?;
+        let products = self.products_with(matrix);
+        let mut y = with_values(x, |x| Ok(products.multiplied(x, rows, &matrix.view()?)?))?;
         if let Some(bias) = bias.map(plain).transpose()? {
             with_values(bias, |bias| {
                 for row in y.chunks_exact_mut(out.max(1)) {

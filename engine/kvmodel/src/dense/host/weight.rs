@@ -71,6 +71,8 @@ pub(super) struct StoredMatrix {
     pub(super) out: usize,
     pub(super) input: usize,
     bytes: SharedBytes,
+    /// True if rows must not be rounded when they are multiplied by the matrix.
+    pub(super) is_exact: bool,
 }
 
 impl StoredMatrix {
@@ -129,8 +131,9 @@ impl HostWeight {
             return Err(Error::Weight { name, problem });
         }
         match purpose {
-            WeightUse::Table | WeightUse::ExactProjection => Self::matrix(stored, WeightFormat::Stored),
-            WeightUse::Projection(format) => Self::matrix(stored, format),
+            WeightUse::Table => Self::matrix(stored, WeightFormat::Stored, false),
+            WeightUse::ExactProjection => Self::matrix(stored, WeightFormat::Stored, true),
+            WeightUse::Projection(format) => Self::matrix(stored, format, false),
             WeightUse::Vector => Ok(Self::plain(in_f32(stored).map_err(failed)?)),
             WeightUse::ByHead => {
                 let turned = || in_f32(stored)?.transpose(1, 2)?.flatten_all()?.to_vec1();
@@ -162,9 +165,10 @@ impl HostWeight {
         Self { held: HeldForm::Heads(HeadMatrices { values, out, input }), bytes }
     }
 
-    fn matrix(stored: &StoredWeight, format: WeightFormat) -> Result<Self> {
+    fn matrix(stored: &StoredWeight, format: WeightFormat, is_exact: bool) -> Result<Self> {
         let (out, input) = (stored.shape()[0], stored.width());
-        let as_stored = StoredMatrix { dtype: stored.dtype(), out, input, bytes: stored.bytes().clone() };
+        let (dtype, bytes) = (stored.dtype(), stored.bytes().clone());
+        let as_stored = StoredMatrix { dtype, out, input, bytes, is_exact };
         let (matrix, _) = as_stored.in_format(format)?;
         Ok(Self { bytes: matrix.bytes.len(), held: HeldForm::Matrix(matrix) })
     }
