@@ -226,6 +226,25 @@ fn documents_are_reused_only_with_a_file_that_passed_or_anyway() {
 }
 
 #[test]
+fn pages_of_the_origins_in_a_file_may_use_the_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kvc.toml");
+    fs::write(&path, "allow-origin = [\"https://app.example\", \"http://localhost:3000\"]").unwrap();
+    let server = Serving::start(&["--config", path.to_str().unwrap()]);
+    for (origin, status) in
+        [("https://app.example", 200), ("http://localhost:3000", 200), ("https://example.com", 403)]
+    {
+        assert_eq!(
+            server.send("GET", "/v1/models", &format!("origin: {origin}\r\n"), "").0,
+            status,
+            "{origin}"
+        );
+    }
+    fails(&["serve", "--allow-origin", "*"], 1, "name the origins, or give --api-key-file");
+    fails(&["serve", "--allow-origin", "https://app.example/"], 1, "leave out the path and the slash");
+}
+
+#[test]
 fn options_come_from_a_file_and_from_the_command_line() {
     let folder = tempfile::tempdir().unwrap();
     let (config, keys) = (folder.path().join("kvc.toml"), folder.path().join("keys"));
