@@ -45,7 +45,7 @@ pub(crate) async fn completions(State(service): State<Arc<Service>>, request: Re
     respond(answer(&service, request).await)
 }
 
-async fn answer(service: &Service, request: Request) -> Result<Response, Refusal> {
+async fn answer(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let (owner, mut request): (_, CompletionRequest) = service.read(request).await?;
     let model = service.check_model(request.model.as_deref())?;
     request.check_supported()?;
