@@ -197,6 +197,27 @@ fn an_answer_is_the_one_of_kvc_run() {
     }
 }
 
+#[test]
+fn documents_at_the_beginning_of_a_prompt_are_those_of_kvc_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let documents = question()["documents"].clone();
+    let mut args: Vec<String> = ["--max-new-tokens", "4", "--prompt", "alba ?"].map(str::to_owned).into();
+    for (i, text) in documents.as_array().unwrap().iter().enumerate() {
+        let path = folder.path().join(i.to_string());
+        fs::write(&path, text.as_str().unwrap()).unwrap();
+        args.extend(["--document".to_owned(), path.to_str().unwrap().to_owned()]);
+    }
+    let server = Serving::start(&["--reuse-anyway"]);
+    let asked = json!({"prompt": "alba ?", "documents": documents, "temperature": 0, "max_tokens": 4});
+    let (status, text) = server.send("POST", "/v1/completions", "", &asked.to_string());
+    assert_eq!(status, 200, "{text}");
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    let own = common::json(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(answer["choices"][0]["text"], own["text"]);
+    assert_eq!(answer["usage"]["prompt_tokens"], own["prompt_tokens"]);
+    assert_eq!(answer["kv"]["recomputed"], own["recomputed_tokens"]);
+}
+
 /// Writes a file as `kvc tune` does, for the built-in model.
 fn tuned(path: &Path, fits: &str) {
     let written = common::kvc(&["tune", "--out", path.to_str().unwrap(), "--questions", "1", "--seeds", "1"]);

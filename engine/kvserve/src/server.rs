@@ -24,6 +24,7 @@ use crate::error::{Error, Result};
 use crate::journal::Journal;
 use crate::leisure::Leisure;
 use crate::library::Libraries;
+use crate::origin::Origins;
 use crate::patient::Patient;
 use crate::pins::Pins;
 use crate::registrar::Registrar;
@@ -71,13 +72,15 @@ impl Server {
     ///
     /// # Errors
     /// Returns [`Error::Listen`] if the address is in use or not this machine's, [`Error::Limit`] and [`Error::NoName`] for
-    /// settings with which nothing could be answered, [`Error::Start`] if no threads can be started,
+    /// settings with which nothing could be answered, [`Error::Origin`] and [`Error::AnyOrigin`] for origins that cannot be
+    /// allowed, [`Error::Start`] if no threads can be started,
     /// [`Error::Engine`] if the engine's cache cannot keep tenants apart, and the errors whose names contain `Documents` if
     /// registered documents cannot be read from their file or written to it.
     pub fn start(model: ServedModel, config: ServerConfig) -> Result<Self> {
-        let ServerConfig { address, keys, documents, limits } = config;
+        let ServerConfig { address, keys, documents, origins, limits } = config;
         let ServedModel { engine, codec, names, reuse } = model;
         check(&names, &limits)?;
+        let origins = Origins::new(&origins, keys.is_some())?;
         if let Some(keys) = &keys {
             keys.register(&engine)?;
         }
@@ -139,6 +142,7 @@ impl Server {
             leisure: Leisure::default(),
             pins,
             is_local: address.ip().is_loopback(),
+            origins,
             closing: closing.subscribe(),
             started: unix_time(),
         });

@@ -16,6 +16,7 @@ use crate::engine_thread::EngineHandle;
 use crate::leisure::Leisure;
 use crate::library::{Libraries, SharedLibrary};
 use crate::metrics::ServerMetrics;
+use crate::origin::Origins;
 use crate::page::RecentRequests;
 use crate::pins::Pins;
 use crate::prompt::{self, BuiltPrompt};
@@ -65,6 +66,8 @@ pub(crate) struct Service {
     pub(crate) pins: Pins,
     /// True if only this machine reaches the server.
     pub(crate) is_local: bool,
+    /// The web pages that may use the server.
+    pub(crate) origins: Origins,
     /// True once the shutdown ends all answers.
     pub(crate) closing: watch::Receiver<bool>,
     /// The time at which the server started, in seconds since 1970.
