@@ -345,12 +345,15 @@ async fn decode_all(
     sender: &mut PatientSender,
 ) -> Result<Option<Unsent>, Refusal> {
     let mut decoder = Decoder::new(codec, form)?;
+    let reader = sender.sender.clone();
+    // Both wait once for the whole answer, and not for each token.
+    let (mut gone, mut ends) = (pin!(reader.closed()), pin!(closing.wait_for(|&closing| closing)));
     loop {
         let event = tokio::select! {
             biased;
-            () = sender.sender.closed() => return Ok(Some(Unsent::ReaderGone)),
-            _ = closing.wait_for(|&closing| closing) => return Err(Refusal::shutting_down()),
             event = poll_fn(|context| answer.poll_next(context)) => event,
+            () = &mut gone => return Ok(Some(Unsent::ReaderGone)),
+            _ = &mut ends => return Err(Refusal::shutting_down()),
         };
         let Some(event) = event else { return Ok(None) };
         for event in decoder.next(&answer, event?)? {

@@ -35,8 +35,8 @@ use crate::service::{BlockSize, Guide, Service, unix_time, unix_time_ms};
 use crate::tenants::ApiKeys;
 use crate::token_texts::TokenTexts;
 
-/// The number of threads that read and write connections, and decode answers.
-const WORKERS: usize = 2;
+/// The most threads that read and write connections, and decode answers.
+const MOST_WORKERS: usize = 2;
 /// The number of threads that tokenise prompts. More would take processors from the model.
 const TOKENISERS: usize = 2;
 /// The time for the last words of answers that a shutdown has ended.
@@ -98,7 +98,7 @@ impl Server {
         let tenants = keys.as_ref().map_or(1, ApiKeys::tenants);
         let guide = Guide::new(of_model.clone());
         let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(WORKERS)
+            .worker_threads(workers())
             .max_blocking_threads(TOKENISERS)
             .thread_name("kv-serve")
             .enable_all()
@@ -233,6 +233,13 @@ impl Drop for Server {
             runtime.shutdown_timeout(LAST_WORDS);
         }
     }
+}
+
+/// Returns the number of threads that read and write connections: half of the processors, up to [`MOST_WORKERS`], so that they
+/// do not interrupt those of the model.
+// Decision: docs/decisions/serve.md#text-is-handled-on-two-threads
+fn workers() -> usize {
+    std::thread::available_parallelism().map_or(1, |all| (all.get() / 2).clamp(1, MOST_WORKERS))
 }
 
 fn check(names: &[String], limits: &Limits) -> Result<()> {
