@@ -316,6 +316,9 @@ fn bench_serve_measures_a_server_of_this_process_and_of_another() {
     }
     assert_eq!((&server["requests"], &server["failed"]), (&json!(6), &json!(0)));
     assert!(engine["steps"].as_u64().unwrap() > 0 && server.get("steps").is_none());
+    #[cfg(target_os = "linux")]
+    assert!(server["client_cpu_seconds"].as_f64() > Some(0.0), "{report}");
+    assert!(engine["client_cpu_seconds"].is_null(), "{report}");
     let seconds = |of: &Value| of["seconds"].as_f64().unwrap();
     let ratio = report["ratio"].as_f64().unwrap();
     assert!((ratio - seconds(server) / seconds(engine)).abs() < 1e-9, "{report}");
