@@ -31,7 +31,7 @@ fn preflight(server: &Server, origin: &str, method: &str, path: &str) -> Answer 
     call(server.address(), "OPTIONS", path, &headers, b"")
 }
 
-/// The headers of the clients of OpenAI and Anthropic in a browser.
+/// The headers that clients of the dialects send in a browser.
 const HEADERS: &str = "anthropic-dangerous-direct-browser-access,anthropic-version,authorization,content-type,x-api-key,\
                        x-stainless-arch,x-stainless-lang,x-stainless-retry-count,x-stainless-timeout";
 

@@ -275,14 +275,14 @@ struct ChatChunks {
 impl ChatChunks {
     /// Returns an event. If the last chunk has the numbers of tokens, the others say that they have none.
     fn data(&self, choice: Choice<impl Serialize>, kv: Option<&KvReport>) -> Event {
-        self.with_usage(&[choice], kv, self.usage.then_some(None))
+        self.with_usage(&[choice], kv, self.usage.then_some(Value::Null))
     }
 
     fn with_usage(
         &self,
         choices: &[Choice<impl Serialize>],
         kv: Option<&KvReport>,
-        usage: Option<Option<Usage>>,
+        usage: Option<Value>,
     ) -> Event {
         let Form { id, created, model, .. } = &self.form;
         let object = "chat.completion.chunk";
@@ -323,7 +323,7 @@ impl Chunks for ChatChunks {
             return vec![done()];
         }
         let usage = Usage::of(&self.report, self.tokens);
-        vec![self.with_usage(&[] as &[Choice<Value>], None, Some(Some(usage))), done()]
+        vec![self.with_usage(&[] as &[Choice<Value>], None, Some(json!(usage))), done()]
     }
 
     fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {

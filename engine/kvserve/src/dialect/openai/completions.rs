@@ -214,15 +214,10 @@ struct CompletionChunks {
 impl CompletionChunks {
     /// Returns an event. If the last chunk has the numbers of tokens, the others say that they have none.
     fn data(&self, choices: &[Choice<'_>], kv: Option<&KvReport>) -> Event {
-        self.with_usage(choices, kv, self.usage.then_some(None))
+        self.with_usage(choices, kv, self.usage.then_some(Value::Null))
     }
 
-    fn with_usage(
-        &self,
-        choices: &[Choice<'_>],
-        kv: Option<&KvReport>,
-        usage: Option<Option<Usage>>,
-    ) -> Event {
+    fn with_usage(&self, choices: &[Choice<'_>], kv: Option<&KvReport>, usage: Option<Value>) -> Event {
         let Form { id, created, model, .. } = &self.form;
         data(&Chunk { id, object: OBJECT, created: *created, model, choices, kv, usage })
     }
@@ -264,7 +259,7 @@ impl Chunks for CompletionChunks {
             return vec![done()];
         }
         let usage = Usage::of(self.reports.iter().flatten(), self.tokens);
-        vec![self.with_usage(&[], None, Some(Some(usage))), done()]
+        vec![self.with_usage(&[], None, Some(json!(usage))), done()]
     }
 
     fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {

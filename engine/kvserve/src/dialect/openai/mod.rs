@@ -63,9 +63,9 @@ struct Chunk<'a, C> {
     /// The report of a sample that has ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     kv: Option<&'a KvReport>,
-    /// `Some(None)` if another chunk of the stream has the numbers of tokens.
+    /// `null` if another chunk of the stream has the numbers of tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
-    usage: Option<Option<Usage>>,
+    usage: Option<Value>,
 }
 
 /// The numbers of tokens of a request.
