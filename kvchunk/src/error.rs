@@ -14,7 +14,7 @@ pub enum Error {
         "{part} is empty; a chunked prompt needs chunks and a question, and no text between separators may be empty"
     )]
     EmptyPart {
-        /// The name of the part, such as `"system prompt"`, `"chunk 2"` or `"question"`.
+        /// The name of the part, such as `"chunk 2"` or `"question"`.
         part: String,
     },
     /// The separator is empty, so it would split the string everywhere.

@@ -117,7 +117,7 @@ pub enum SplitPrompt<'a> {
     Plain(&'a str),
     /// A chunked prompt, with two or more separators.
     Chunked {
-        /// The string before the first separator.
+        /// The string before the first separator, which may be empty.
         system: &'a str,
         /// The strings between separators, in the prompt's order.
         chunks: Vec<&'a str>,
@@ -139,7 +139,7 @@ impl<'a> SplitPrompt<'a> {
     ///
     /// # Errors
     /// Returns [`Error::EmptySeparator`] if the separator is empty. Returns [`Error::EmptyPart`] if there are
-    /// two or more separators and a part is empty or contains only white space.
+    /// two or more separators and a part behind the first one is empty or contains only white space.
     pub fn new(text: &'a str, separator: &str) -> Result<Self> {
         if separator.is_empty() {
             return Err(Error::EmptySeparator);
@@ -150,12 +150,8 @@ impl<'a> SplitPrompt<'a> {
             return Ok(Self::Plain(text));
         }
         let last = parts.len() - 1;
-        if let Some(i) = parts.iter().position(|part| part.trim().is_empty()) {
-            let part = match i {
-                0 => "system prompt".to_owned(),
-                i if i == last => "question".to_owned(),
-                i => format!("chunk {i}"),
-            };
+        if let Some(i) = (1..=last).find(|&i| parts[i].trim().is_empty()) {
+            let part = if i == last { "question".to_owned() } else { format!("chunk {i}") };
             return Err(Error::EmptyPart { part });
         }
         Ok(Self::Chunked { system, chunks: chunks.to_vec(), question })
@@ -177,16 +173,15 @@ mod tests {
         assert_eq!(SplitPrompt::new("", "##").unwrap(), SplitPrompt::Plain(""));
         let odd = SplitPrompt::new("a###b##c", "##").unwrap();
         assert_eq!(odd, SplitPrompt::Chunked { system: "a", chunks: vec!["#b"], question: "c" });
+        let bare = SplitPrompt::new("##a##b", "##").unwrap();
+        assert_eq!(bare, SplitPrompt::Chunked { system: "", chunks: vec!["a"], question: "b" });
     }
 
     #[test]
     fn rule_1_empty_parts_are_named() {
-        for (text, part) in [
-            ("##a##b", "system prompt"),
-            ("a####b", "chunk 1"),
-            ("a##b## ##c", "chunk 2"),
-            ("a##b##", "question"),
-        ] {
+        for (text, part) in
+            [("####", "chunk 1"), ("a####b", "chunk 1"), ("a##b## ##c", "chunk 2"), ("a##b##", "question")]
+        {
             assert_eq!(
                 SplitPrompt::new(text, "##"),
                 Err(Error::EmptyPart { part: part.to_owned() }),

@@ -41,9 +41,6 @@ pub(crate) enum Error {
     /// A folder on a disk cannot be described.
     #[error(transparent)]
     Tier(#[from] kvtier::Error),
-    /// A prompt starts with documents, but documents must follow some text.
-    #[error("documents need some text before them; give --system TEXT, or --chat for the model's template")]
-    NoSystem,
     /// The file with the form of an answer cannot be read.
     #[error("cannot read the form of the answer from {path}: {source}")]
     ReadForm { path: PathBuf, source: std::io::Error },

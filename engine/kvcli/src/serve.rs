@@ -60,8 +60,9 @@ pub(crate) fn serve(args: &ServerArgs) -> Result<()> {
     args.disk.open(&mut engine)?;
     let served = ServedModel { engine, codec, names: names(args), reuse };
     let address = SocketAddr::new(args.host, args.port);
-    let (documents, limits) = (args.documents.clone(), args.limits.limits());
-    let server = Server::start(served, ServerConfig { address, keys, documents, limits })?;
+    let (documents, origins, limits) =
+        (args.documents.clone(), args.allow_origin.clone(), args.limits.limits());
+    let server = Server::start(served, ServerConfig { address, keys, documents, origins, limits })?;
     note!("listening on http://{}/v1", server.address());
     Ok(server.run_until_signal()?)
 }

@@ -176,6 +176,22 @@ fn documents_are_files_and_are_hits_in_later_prompts() {
 }
 
 #[test]
+fn documents_may_be_the_beginning_of_a_prompt() {
+    let files = Files::new(&[("a.txt", A), ("b.txt", B)]);
+    let (a, b) = (files.arg("a.txt"), files.arg("b.txt"));
+    let cold = json(&["--document", &a, "--document", &b, "-p", "bora ?"]);
+    let chunks = cold["chunks"].as_array().unwrap();
+    assert_eq!(chunks.len(), 2, "{cold}");
+    assert!(chunks.iter().all(|chunk| chunk["hit"] == false), "{cold}");
+    let cut = json(&["--prompt", &format!("|{A}\n|{B}\n|bora ?"), "--separator", "|"]);
+    assert_eq!((&cut["prompt_tokens"], &cut["tokens"]), (&cold["prompt_tokens"], &cold["tokens"]));
+    // The same documents in the same order, behind another question.
+    let warm = json(&["--document", &a, "--document", &b, "-p", "bora ?", "--warm", "alba ?"]);
+    assert!(warm["chunks"].as_array().unwrap().iter().all(|chunk| chunk["hit"] == true), "{warm}");
+    assert_eq!(warm["tokens"], cold["tokens"]);
+}
+
+#[test]
 fn a_system_prompt_stands_before_the_prompt() {
     let joined = json(&["--system", SYSTEM, "-p", "alba ?"]);
     let written = json(&["-p", &format!("{SYSTEM}\nalba ?")]);
@@ -463,10 +479,9 @@ fn bad_files_are_exit_code_1_and_are_named_with_the_field() {
     fails(&["--messages", "/no/such/chat.json"], 1, "/no/such/chat.json");
     fails(&["-p", "a", "--warm-file", "/no/such/warm.txt"], 1, "/no/such/warm.txt");
     fails(&["-p", "a", "--system", "b", "--document", "/no/such/a.txt"], 1, "the document /no/such/a.txt");
-    let files = Files::new(&[("empty.txt", " \n"), ("a.txt", A)]);
-    let (empty, a) = (files.arg("empty.txt"), files.arg("a.txt"));
+    let files = Files::new(&[("empty.txt", " \n")]);
+    let empty = files.arg("empty.txt");
     fails(&["-p", "a", "--system", "b", "--document", &empty], 1, &format!("the document {empty} is empty"));
-    fails(&["-p", "a", "--document", &a], 1, "give --system TEXT, or --chat");
 }
 
 #[test]

@@ -227,10 +227,9 @@ fn bad_prompts_are_exit_code_1_and_explain_the_fault() {
     let long = prompt(&[SYSTEM, &"alba is red . ".repeat(600), "alba ?"]);
     for (text, expected) in [
         ("", "the prompt is empty"),
-        ("##a##b", "system prompt is empty"),
         ("a####b", "chunk 1 is empty"),
         ("a##b##", "question is empty"),
-        ("####", "system prompt is empty"),
+        ("####", "chunk 1 is empty"),
         (&long, "the prompt needs position 2408, but the model has only 2048 positions"),
     ] {
         fails(&["run", "--json", "--prompt", text], 1, expected);

@@ -115,6 +115,26 @@ fn warm_documents_are_found_in_any_prompt() {
 }
 
 #[test]
+fn warm_documents_are_found_at_the_beginning_of_a_prompt() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, b, kv) = (folder.path().join("a.txt"), folder.path().join("b.txt"), folder.path().join("kv"));
+    fs::write(&a, A).unwrap();
+    fs::write(&b, B).unwrap();
+    let [a, b, kv_text] = [&a, &b, &kv].map(|path| path.to_str().unwrap());
+    let warmed = run_json(&["warm", a, b, "--disk", kv_text, "--disk-limit", "32MiB", "--json"]);
+    assert_eq!(
+        (&warmed["documents"], &warmed["known"], &warmed["dropped"]),
+        (&2.into(), &0.into(), &0.into())
+    );
+    let ask = ["--document", b, "--document", a, "-p", "bora ?"];
+    let options = disk(&kv);
+    let options: Vec<&str> = options.iter().map(String::as_str).collect();
+    let answer = json(&[&options[..], &ask].concat());
+    assert_eq!(missed(&answer), vec![Value::Null; 2], "{answer}");
+    assert_eq!(answer["tokens"], json(&ask)["tokens"]);
+}
+
+#[test]
 fn a_disk_is_examined_and_left_as_it_was() {
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().to_str().unwrap();
@@ -145,7 +165,6 @@ fn wrong_folders_sizes_and_documents_are_named() {
     fails(&["run", "--disk", folder, "--cache", "grouped", "-p", "x"], 1, "paged cache");
     fails(&["inspect", empty], 1, "contains no slab");
     fails(&["warm", empty, "--disk", folder], 1, "contains no documents");
-    fails(&["warm", file, "--disk", folder, "--disk-limit", "1MiB"], 1, "need some text before them");
     for (text, said) in [
         ("\"good\"\n{", "line 2"),
         ("{\"body\": 1}", "a field `text`"),

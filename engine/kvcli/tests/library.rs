@@ -48,6 +48,18 @@ fn documents_that_stand_in_a_prompt_are_chunks_wherever_they_stand() {
 }
 
 #[test]
+fn documents_at_the_beginning_of_a_prompt_are_chunks_like_others() {
+    let [a, b] = ["harbour.txt", "market.txt"];
+    let pasted = format!("{}{}alba ?", text(a), text(b));
+    let found = with_library(&["-p", &pasted]);
+    assert_eq!(found["documents"], json!([a, b]));
+    let (path_a, path_b) = (folder().join(a), folder().join(b));
+    let documents = ["--document", path_a.to_str().unwrap(), "--document", path_b.to_str().unwrap()];
+    let given = json(&[&documents[..], &["-p", "alba ?"]].concat());
+    assert_eq!((&found["tokens"], &found["prompt_tokens"]), (&given["tokens"], &given["prompt_tokens"]));
+}
+
+#[test]
 fn a_document_that_differs_by_a_byte_is_not_found_and_the_notes_say_what_was() {
     let library = folder();
     let run = |prompt: &str| {

@@ -197,6 +197,27 @@ fn an_answer_is_the_one_of_kvc_run() {
     }
 }
 
+#[test]
+fn documents_at_the_beginning_of_a_prompt_are_those_of_kvc_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let documents = question()["documents"].clone();
+    let mut args: Vec<String> = ["--max-new-tokens", "4", "--prompt", "alba ?"].map(str::to_owned).into();
+    for (i, text) in documents.as_array().unwrap().iter().enumerate() {
+        let path = folder.path().join(i.to_string());
+        fs::write(&path, text.as_str().unwrap()).unwrap();
+        args.extend(["--document".to_owned(), path.to_str().unwrap().to_owned()]);
+    }
+    let server = Serving::start(&["--reuse-anyway"]);
+    let asked = json!({"prompt": "alba ?", "documents": documents, "temperature": 0, "max_tokens": 4});
+    let (status, text) = server.send("POST", "/v1/completions", "", &asked.to_string());
+    assert_eq!(status, 200, "{text}");
+    let answer: Value = serde_json::from_str(&text).unwrap();
+    let own = common::json(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    assert_eq!(answer["choices"][0]["text"], own["text"]);
+    assert_eq!(answer["usage"]["prompt_tokens"], own["prompt_tokens"]);
+    assert_eq!(answer["kv"]["recomputed"], own["recomputed_tokens"]);
+}
+
 /// Writes a file as `kvc tune` does, for the built-in model.
 fn tuned(path: &Path, fits: &str) {
     let written = common::kvc(&["tune", "--out", path.to_str().unwrap(), "--questions", "1", "--seeds", "1"]);
@@ -223,6 +244,25 @@ fn documents_are_reused_only_with_a_file_that_passed_or_anyway() {
     }
     fails(&["serve", "--recompute", "none"], 2, "need --reuse-anyway");
     fails(&["serve", "--reuse", "none.json"], 1, "none.json");
+}
+
+#[test]
+fn pages_of_the_origins_in_a_file_may_use_the_server() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kvc.toml");
+    fs::write(&path, "allow-origin = [\"https://app.example\", \"http://localhost:3000\"]").unwrap();
+    let server = Serving::start(&["--config", path.to_str().unwrap()]);
+    for (origin, status) in
+        [("https://app.example", 200), ("http://localhost:3000", 200), ("https://example.com", 403)]
+    {
+        assert_eq!(
+            server.send("GET", "/v1/models", &format!("origin: {origin}\r\n"), "").0,
+            status,
+            "{origin}"
+        );
+    }
+    fails(&["serve", "--allow-origin", "*"], 1, "name the origins, or give --api-key-file");
+    fails(&["serve", "--allow-origin", "https://app.example/"], 1, "leave out the path and the slash");
 }
 
 #[test]
@@ -276,6 +316,9 @@ fn bench_serve_measures_a_server_of_this_process_and_of_another() {
     }
     assert_eq!((&server["requests"], &server["failed"]), (&json!(6), &json!(0)));
     assert!(engine["steps"].as_u64().unwrap() > 0 && server.get("steps").is_none());
+    #[cfg(target_os = "linux")]
+    assert!(server["client_cpu_seconds"].as_f64() > Some(0.0), "{report}");
+    assert!(engine["client_cpu_seconds"].is_null(), "{report}");
     let seconds = |of: &Value| of["seconds"].as_f64().unwrap();
     let ratio = report["ratio"].as_f64().unwrap();
     assert!((ratio - seconds(server) / seconds(engine)).abs() < 1e-9, "{report}");

@@ -42,6 +42,9 @@ pub struct ServerConfig {
     pub keys: Option<ApiKeys>,
     /// The file in which registered documents outlive the server. `None` keeps them in memory alone.
     pub documents: Option<PathBuf>,
+    /// The origins of web pages that may use the server, such as `https://app.example`. `*` stands for all pages and needs
+    /// keys.
+    pub origins: Vec<String>,
     /// The limits on requests.
     pub limits: Limits,
 }
@@ -53,6 +56,7 @@ impl Default for ServerConfig {
             address: SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 8000),
             keys: None,
             documents: None,
+            origins: Vec::new(),
             limits: Limits::default(),
         }
     }

@@ -83,6 +83,22 @@ pub enum Error {
         /// A description of the problem.
         reason: String,
     },
+    /// A name of an origin is none that browsers send.
+    #[error(
+        "the origin {origin:?} cannot be allowed: {reason}; name it like https://app.example or http://localhost:3000"
+    )]
+    Origin {
+        /// The name.
+        origin: String,
+        /// A description of the problem.
+        reason: &'static str,
+    },
+    /// The pages of every site would use a server without keys.
+    #[error(
+        "with --allow-origin '*' and without keys, every web page could use this server in its visitors' browsers; name the \
+         origins, or give --api-key-file"
+    )]
+    AnyOrigin,
     /// The engine refuses a setting of the server.
     #[error(transparent)]
     Engine(#[from] kvengine::Error),

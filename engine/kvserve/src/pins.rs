@@ -4,11 +4,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvengine::{Engine, PinnedPrompt, PoolTag, Request};
+use kvchunk::ChunkedPrompt;
+use kvengine::{Engine, PinnedPrompt, PoolTag, PromptTokens, Request};
 use parking_lot::Mutex;
+use tokio::sync::oneshot;
 use tracing::{debug, info};
 
 use crate::leisure::{LeisureJob, Place};
+use crate::prompt::PartName;
 use crate::refusal::Refusal;
 use crate::service::Service;
 
@@ -35,12 +38,19 @@ struct Pinned {
 #[derive(Debug)]
 struct Pin {
     number: u64,
-    text: Arc<str>,
-    system: String,
-    /// The request that computed it.
-    request: Request,
+    copy: DocumentCopy,
     /// `None` while the caches are asleep.
     claim: Option<PinnedPrompt>,
+}
+
+/// A document with the beginning behind which it was computed.
+#[derive(Debug)]
+pub(crate) struct DocumentCopy {
+    pub(crate) text: Arc<str>,
+    /// The system prompt with which the document was registered. `None` for the beginning of a prompt that contained it.
+    pub(crate) system: Option<String>,
+    /// A request whose only document it is.
+    pub(crate) request: Request,
 }
 
 /// The time for which a pin stays.
@@ -64,31 +74,41 @@ impl Pins {
         all.documents.get(&(tenant.cloned(), id.to_owned())).is_some_and(|pin| pin.claim.is_some())
     }
 
-    /// Pins a document that `request` has computed. Returns the number of the pin, or `None` if the document is not in the
-    /// cache, or the tenant has pinned as much as it may. Runs on the engine's thread, so that the caches do not fall asleep
-    /// in between.
-    fn add(
-        &self,
-        engine: &Engine,
-        place: Place,
-        (text, system, request): (Arc<str>, String, Request),
-    ) -> kvengine::Result<Option<u64>> {
-        let claim = claim(engine, &request)?;
+    /// Pins a copy of a document, in place of an earlier one. Returns the number of the pin if it is a new one. Pins nothing
+    /// if the document is not in the cache, or if its tenant has pinned as much as it may. Runs on the engine's thread, so
+    /// that the caches do not fall asleep in between.
+    fn add(&self, engine: &Engine, place: Place, copy: DocumentCopy) -> kvengine::Result<Option<u64>> {
+        let claim = claim(engine, &copy.request)?;
         let mut all = self.all.lock();
-        if claim.is_none() && !all.is_asleep {
+        // The copy of a prompt is in the cache now, or soon computed by another prompt.
+        if claim.is_none() && (copy.system.is_none() || !all.is_asleep) {
             return Ok(None);
         }
-        let others = all.documents.iter().filter(|(other, _)| other.0 == place.0 && other.1 != place.1);
-        let blocks = |claim: &Option<PinnedPrompt>| claim.as_ref().map_or(0, PinnedPrompt::document_blocks);
-        let used: usize = others.map(|(_, pin)| blocks(&pin.claim)).sum();
-        if used + blocks(&claim) > self.most {
-            info!(id = place.1, "not pinned, because its tenant has pinned as much as it may");
+        let old = all.documents.get(&place);
+        if copy.system.is_none() && old.is_some_and(|pin| pin.copy.system.is_some()) {
             return Ok(None);
         }
-        let number = all.next;
-        all.next += 1;
-        all.documents.insert(place, Pin { number, text, system, request, claim });
-        Ok(Some(number))
+        if !all.make_room(&place, blocks(claim.as_ref()), copy.system.is_some(), self.most) {
+            debug!(id = place.1, "not pinned, because its tenant has pinned as much as it may");
+            return Ok(None);
+        }
+        let old = all.documents.get(&place).filter(|pin| pin.copy.text == copy.text).map(|pin| pin.number);
+        let number = old.unwrap_or(all.next);
+        all.next = all.next.max(number + 1);
+        all.documents.insert(place, Pin { number, copy, claim });
+        // The pin that it replaces is already unpinned in time.
+        Ok(old.is_none().then_some(number))
+    }
+
+    /// Returns whether a document should be pinned as it stands in a prompt behind the tokens `before`, where it takes so
+    /// many blocks.
+    fn wants(&self, place: &Place, before: &[u32], blocks: usize) -> bool {
+        let all = self.all.lock();
+        let is_there = |pin: &Pin| {
+            let same = chunked(&pin.copy.request).is_some_and(|prompt| prompt.system() == before);
+            pin.copy.system.is_some() || (same && pin.claim.is_some())
+        };
+        !all.documents.get(place).is_some_and(is_there) && all.used_beside(place, false) + blocks <= self.most
     }
 
     /// Lets a document be evicted.
@@ -140,13 +160,40 @@ impl Pins {
 }
 
 impl Pinned {
+    /// Returns the number of blocks that a tenant has pinned for other documents, or for those alone that were registered
+    /// with a system prompt.
+    fn used_beside(&self, place: &Place, with_system: bool) -> usize {
+        let others = self.documents.iter().filter(|(other, _)| other.0 == place.0 && other.1 != place.1);
+        let counted = others.filter(|(_, pin)| !with_system || pin.copy.system.is_some());
+        counted.map(|(_, pin)| blocks(pin.claim.as_ref())).sum()
+    }
+
+    /// Makes room for a document, so that its tenant has pinned at most `most` blocks. Documents without a system prompt
+    /// give way to one with a system prompt, those first that were pinned first. Returns false if there is no room.
+    // Decision: docs/decisions/serve.md#a-document-without-a-system-prompt-is-pinned-where-it-was-used-last
+    fn make_room(&mut self, place: &Place, blocks: usize, with_system: bool, most: usize) -> bool {
+        if self.used_beside(place, with_system) + blocks > most {
+            return false;
+        }
+        while self.used_beside(place, false) + blocks > most {
+            let gives_way = |(other, pin): &(&Place, &Pin)| {
+                other.0 == place.0 && *other != place && pin.copy.system.is_none()
+            };
+            let first = self.documents.iter().filter(gives_way).min_by_key(|(_, pin)| pin.number);
+            let Some(first) = first.map(|(other, _)| other.clone()) else { return false };
+            self.documents.remove(&first);
+        }
+        true
+    }
+
     fn claim_again(&mut self, engine: &Engine) {
         for pin in self.documents.values_mut().filter(|pin| pin.claim.is_none()) {
-            pin.claim = claim(engine, &pin.request).unwrap_or_default();
+            pin.claim = claim(engine, &pin.copy.request).unwrap_or_default();
         }
     }
 
-    /// Takes out the documents without a claim, unless the caches are asleep.
+    /// Takes out the documents without a claim, unless the caches are asleep. Returns those that were registered with a
+    /// system prompt; the next prompt that contains one of the others computes it.
     fn take_lost(&mut self) -> Vec<LeisureJob> {
         if self.is_asleep {
             return Vec::new();
@@ -154,8 +201,22 @@ impl Pinned {
         let all = std::mem::take(&mut self.documents).into_iter();
         let (kept, lost): (BTreeMap<_, _>, BTreeMap<_, _>) = all.partition(|(_, pin)| pin.claim.is_some());
         self.documents = kept;
-        lost.into_iter().map(|((tenant, id), pin)| LeisureJob { tenant, id, system: pin.system }).collect()
+        let job =
+            |((tenant, id), pin): (Place, Pin)| Some(LeisureJob { tenant, id, system: pin.copy.system? });
+        lost.into_iter().filter_map(job).collect()
     }
+}
+
+/// Returns the prompt of a request if it is one in parts.
+fn chunked(request: &Request) -> Option<&ChunkedPrompt> {
+    match &*request.prompt {
+        PromptTokens::Chunked(prompt) => Some(prompt),
+        PromptTokens::Plain(_) => None,
+    }
+}
+
+fn blocks(claim: Option<&PinnedPrompt>) -> usize {
+    claim.map_or(0, PinnedPrompt::document_blocks)
 }
 
 /// Claims the document of a request, if it is in the cache.
@@ -166,25 +227,64 @@ fn claim(engine: &Engine, request: &Request) -> kvengine::Result<Option<PinnedPr
 }
 
 impl Service {
-    /// Pins a document that `request` has computed behind a system prompt, until it is no longer registered with this text.
+    /// Pins copies of documents, each until it is no longer registered with this text.
     ///
     /// # Errors
     /// Refuses if the engine does.
-    pub(crate) async fn pin(
-        self: &Arc<Self>,
-        job: LeisureJob,
-        text: Arc<str>,
-        request: Request,
-    ) -> Result<(), Refusal> {
-        let LeisureJob { tenant, id, system } = job;
-        let (service, place) = (Arc::clone(self), (tenant, id));
-        let new = (place.clone(), (text, system, request));
-        let added = self.engine.call(move |engine| service.pins.add(engine, new.0, new.1)).await??;
-        if let Some(number) = added {
+    pub(crate) async fn pin(self: &Arc<Self>, copies: Vec<(Place, DocumentCopy)>) -> Result<(), Refusal> {
+        let service = Arc::clone(self);
+        let add = move |engine: &mut Engine| -> kvengine::Result<Vec<(Place, u64)>> {
+            let mut added = Vec::new();
+            for (place, copy) in copies {
+                if let Some(number) = service.pins.add(engine, place.clone(), copy)? {
+                    added.push((place, number));
+                }
+            }
+            Ok(added)
+        };
+        for (place, number) in self.engine.call(add).await?? {
             debug!(id = place.1, "pinned a registered document");
             self.unpin_in_time(place, number);
         }
         Ok(())
+    }
+
+    /// Pins the registered documents of a request, once the returned sender says that they are in the cache. Those that
+    /// were registered with a system prompt stay pinned behind it. Documents of a request with a salt are not pinned,
+    /// because only requests with this salt find them.
+    pub(crate) fn pin_used(
+        self: &Arc<Self>,
+        request: &Request,
+        documents: &[(PartName, usize)],
+    ) -> Option<oneshot::Sender<()>> {
+        let prompt = chunked(request).filter(|_| request.cache_salt.is_none())?;
+        let tenant: Option<Arc<str>> = request.tenant.as_deref().map(Into::into);
+        let copy = |((name, tokens), chunk): (&(PartName, usize), &Vec<u32>)| {
+            let (text, place) = (Arc::clone(name.registered.as_ref()?), (tenant.clone(), name.id.clone()));
+            if !self.pins.wants(&place, prompt.system(), self.block.of_tokens(*tokens)) {
+                return None;
+            }
+            // Of the question, nothing is pinned.
+            let question = prompt.question().get(..1)?.to_vec();
+            let alone = ChunkedPrompt::new(prompt.system().to_vec(), vec![chunk.clone()], question).ok()?;
+            let alone = alone.with_decoys(Arc::clone(prompt.decoys())).ok()?;
+            let request = Request { prompt: Arc::new(PromptTokens::Chunked(alone)), ..request.clone() };
+            Some((place, DocumentCopy { text, system: None, request }))
+        };
+        let copies: Vec<_> = documents.iter().zip(prompt.chunks()).filter_map(copy).collect();
+        if copies.is_empty() {
+            return None;
+        }
+        let (sender, computed) = oneshot::channel();
+        let service = Arc::clone(self);
+        tokio::spawn(async move {
+            if computed.await.is_ok()
+                && let Err(refusal) = service.pin(copies).await
+            {
+                info!(reason = refusal.message, "the registered documents of a request are not pinned");
+            }
+        });
+        Some(sender)
     }
 
     /// Unpins a document once it has expired, or now if it has been removed or replaced since it was computed.
@@ -211,7 +311,7 @@ impl Service {
         let Some(document) = library.get(&place.1) else { return TimeLeft::Over };
         let all = self.pins.all.lock();
         let pin = all.documents.get(place);
-        if pin.is_none_or(|pin| pin.number != number || pin.text != document.text) {
+        if pin.is_none_or(|pin| pin.number != number || pin.copy.text != document.text) {
             return TimeLeft::Over;
         }
         let left = document.expires.map(|at| Duration::from_millis(at.saturating_sub(now)));

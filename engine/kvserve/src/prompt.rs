@@ -2,8 +2,9 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::Arc;
 
-use kvengine::{CutPrompt, Error as EngineError, PromptTokens, document_text};
+use kvengine::{CutPrompt, Error as EngineError, FoundDocument, PromptTokens, document_text};
 use kvmodel::{Error as ModelError, Message, Role, TextCodec};
 
 use crate::ask::{AskedPrompt, Document, Documents};
@@ -26,6 +27,8 @@ pub(crate) struct PartName {
     pub(crate) id: String,
     /// The bytes of the prompt's text in which a registered document was found.
     pub(crate) span: Option<Range<usize>>,
+    /// The text of the registered document, if it is still registered.
+    pub(crate) registered: Option<Arc<str>>,
 }
 
 impl PartName {
@@ -85,12 +88,23 @@ impl BuiltPrompt {
         special: bool,
         library: Option<&SharedLibrary>,
     ) -> Result<Self, Refusal> {
-        let found = library.map(|library| library.lock().find(text)).unwrap_or_default();
-        let places: Vec<Range<usize>> = found.iter().map(|found| found.range.clone()).collect();
+        let found = library.map(|library| {
+            let mut library = library.lock();
+            let found = library.find(text).into_iter();
+            let with_text =
+                |one: FoundDocument| (library.get(&one.id).map(|known| Arc::clone(&known.text)), one);
+            found.map(with_text).collect::<Vec<_>>()
+        });
+        let found = found.unwrap_or_default();
+        let places: Vec<Range<usize>> = found.iter().map(|(_, found)| found.range.clone()).collect();
         let CutPrompt { tokens, chunks } = PromptTokens::around(codec, text, &places, special)?;
         let part = |(number, document): (usize, Option<usize>)| match document.and_then(|at| found.get(at)) {
-            Some(found) => PartName { id: found.id.to_string(), span: Some(found.range.clone()) },
-            None => PartName { id: format!("text {}", number + 1), span: None },
+            Some((text, found)) => PartName {
+                id: found.id.to_string(),
+                span: Some(found.range.clone()),
+                registered: text.clone(),
+            },
+            None => PartName { id: format!("text {}", number + 1), span: None, registered: None },
         };
         let parts = chunks.into_iter().enumerate().map(part).collect();
         Ok(Self { tokens, parts, not_reusable: None })
@@ -244,7 +258,8 @@ fn check_documents(documents: &[Document], context: usize) -> Result<(), Refusal
 }
 
 fn names(documents: Vec<Document>) -> Vec<PartName> {
-    documents.into_iter().map(|document| PartName { id: document.id, span: None }).collect()
+    let name = |document: Document| PartName { id: document.id, span: None, registered: None };
+    documents.into_iter().map(name).collect()
 }
 
 fn refused(error: EngineError) -> Refusal {

@@ -11,6 +11,9 @@ use kvengine::Error as EngineError;
 use kvmodel::Error as ModelError;
 use tracing::error;
 
+/// The header that tells clients whether to send a request again.
+pub(crate) const SHOULD_RETRY: &str = "x-should-retry";
+
 /// The kind of a refusal, which decides its HTTP status in every dialect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -98,7 +101,7 @@ impl Refusal {
             }
             // The clients of OpenAI and Anthropic repeat requests after these statuses, but the answer would be the same.
             Kind::AnswerTime | Kind::Conflict => {
-                response.headers_mut().insert("x-should-retry", HeaderValue::from_static("false"));
+                response.headers_mut().insert(SHOULD_RETRY, HeaderValue::from_static("false"));
             }
             _ => {}
         }

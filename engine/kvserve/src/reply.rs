@@ -1,13 +1,15 @@
 //! The answer to a request, in no dialect: decoded text and reports, while the engine computes.
 
+use std::pin::pin;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use futures_util::future::poll_fn;
 use kvengine::{Answer, AnswerEvent, FinishReason, Generation, TokenLogprobs};
 use kvmodel::{AnswerPart, TextCodec, TextStream, ToolCall};
+use parking_lot::Mutex;
 use tokio::sync::mpsc::error::{SendTimeoutError, TrySendError};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{Instrument as _, info};
 
 use crate::calls::CallReader;
@@ -126,6 +128,8 @@ pub(crate) struct ReplyForm {
     pub(crate) recent: Arc<RecentRequests>,
     /// True for a request of the server itself, which is in no metric.
     pub(crate) is_quiet: bool,
+    /// Told at the first token, when the documents of the request are in the cache.
+    pub(crate) computed: Mutex<Option<oneshot::Sender<()>>>,
     /// The tenant, for the page of the server and for metrics.
     pub(crate) tenant: Option<Arc<str>>,
     /// The client's label, for metrics.
@@ -341,12 +345,15 @@ async fn decode_all(
     sender: &mut PatientSender,
 ) -> Result<Option<Unsent>, Refusal> {
     let mut decoder = Decoder::new(codec, form)?;
+    let reader = sender.sender.clone();
+    // Both wait once for the whole answer, and not for each token.
+    let (mut gone, mut ends) = (pin!(reader.closed()), pin!(closing.wait_for(|&closing| closing)));
     loop {
         let event = tokio::select! {
             biased;
-            () = sender.sender.closed() => return Ok(Some(Unsent::ReaderGone)),
-            _ = closing.wait_for(|&closing| closing) => return Err(Refusal::shutting_down()),
             event = poll_fn(|context| answer.poll_next(context)) => event,
+            () = &mut gone => return Ok(Some(Unsent::ReaderGone)),
+            _ = &mut ends => return Err(Refusal::shutting_down()),
         };
         let Some(event) = event else { return Ok(None) };
         for event in decoder.next(&answer, event?)? {
@@ -400,6 +407,10 @@ impl<'a> Decoder<'a> {
                 metrics.first_token(after);
             }
             self.first = Some(after);
+            if let Some(computed) = self.form.computed.lock().take() {
+                // Nobody may wait, at the end of the server.
+                let _ = computed.send(());
+            }
         }
         decoding.tokens += 1;
         let text = decoding.stream.push(token)?.to_owned();

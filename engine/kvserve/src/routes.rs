@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use axum::Router;
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::HeaderValue;
+use axum::http::{HeaderName, HeaderValue};
 use axum::middleware::{Next, from_fn, from_fn_with_state};
 use axum::response::Response;
 use axum::routing::{get, post, put};
@@ -14,9 +14,8 @@ use futures_util::FutureExt as _;
 use tracing::{Instrument as _, debug, error, info, info_span};
 
 use crate::dialect::{anthropic, cohere, control, new_id, openai, registered, responses, tokens};
-use crate::origin;
 use crate::page;
-use crate::refusal::Refusal;
+use crate::refusal::{Refusal, SHOULD_RETRY};
 use crate::service::Service;
 
 /// The header with the name of a request in the log.
@@ -26,7 +25,9 @@ const ANTHROPIC_REQUEST_ID: &str = "request-id";
 
 /// Returns the paths.
 pub(crate) fn routes(service: Arc<Service>) -> Router {
-    Router::new()
+    let exposed = [REQUEST_ID, ANTHROPIC_REQUEST_ID, SHOULD_RETRY].map(HeaderName::from_static);
+    let cors = service.origins.layer(exposed);
+    let routes = Router::new()
         .route("/v1/chat/completions", post(openai::chat::chat))
         .route("/v1/completions", post(openai::completions::completions))
         .route("/v1/messages", post(anthropic::messages::messages))
@@ -52,7 +53,14 @@ pub(crate) fn routes(service: Arc<Service>) -> Router {
         .method_not_allowed_fallback(control::no_method)
         // Bodies are limited where they are read, so that each dialect says it in its own form.
         .layer(DefaultBodyLimit::disable())
-        .layer(from_fn_with_state(Arc::clone(&service), guarded))
+        .layer(from_fn(caught));
+    // Pages that may use the server may also read its errors.
+    let routes = match cors {
+        Some(cors) => routes.layer(cors),
+        None => routes,
+    };
+    routes
+        .layer(from_fn_with_state(Arc::clone(&service), of_allowed_page))
         .layer(from_fn(named))
         .with_state(service)
 }
@@ -88,14 +96,19 @@ fn is_name(id: &HeaderValue) -> bool {
     (1..=128).contains(&id.len()) && id.as_bytes().iter().all(good)
 }
 
-/// Refuses requests of other sites' pages, and answers for a handler that panics, in the dialect of the path.
-async fn guarded(State(service): State<Arc<Service>>, request: Request, next: Next) -> Response {
-    let path = request.uri().path().to_owned();
+/// Refuses requests of other sites' pages to a server without keys.
+async fn of_allowed_page(State(service): State<Arc<Service>>, request: Request, next: Next) -> Response {
     if service.keys.is_none()
-        && let Err(refusal) = origin::check(request.headers(), service.is_local)
+        && let Err(refusal) = service.origins.check(request.headers(), service.is_local)
     {
-        return control::refused_at(&path, &refusal);
+        return control::refused_at(request.uri().path(), &refusal);
     }
+    next.run(request).await
+}
+
+/// Answers for a handler that panics, in the dialect of the path.
+async fn caught(request: Request, next: Next) -> Response {
+    let path = request.uri().path().to_owned();
     unless_it_panics(&path, next.run(request)).await
 }
 

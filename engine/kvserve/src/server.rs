@@ -24,6 +24,7 @@ use crate::error::{Error, Result};
 use crate::journal::Journal;
 use crate::leisure::Leisure;
 use crate::library::Libraries;
+use crate::origin::Origins;
 use crate::patient::Patient;
 use crate::pins::Pins;
 use crate::registrar::Registrar;
@@ -34,8 +35,8 @@ use crate::service::{BlockSize, Guide, Service, unix_time, unix_time_ms};
 use crate::tenants::ApiKeys;
 use crate::token_texts::TokenTexts;
 
-/// The number of threads that read and write connections, and decode answers.
-const WORKERS: usize = 2;
+/// The most threads that read and write connections, and decode answers.
+const MOST_WORKERS: usize = 2;
 /// The number of threads that tokenise prompts. More would take processors from the model.
 const TOKENISERS: usize = 2;
 /// The time for the last words of answers that a shutdown has ended.
@@ -71,13 +72,15 @@ impl Server {
     ///
     /// # Errors
     /// Returns [`Error::Listen`] if the address is in use or not this machine's, [`Error::Limit`] and [`Error::NoName`] for
-    /// settings with which nothing could be answered, [`Error::Start`] if no threads can be started,
+    /// settings with which nothing could be answered, [`Error::Origin`] and [`Error::AnyOrigin`] for origins that cannot be
+    /// allowed, [`Error::Start`] if no threads can be started,
     /// [`Error::Engine`] if the engine's cache cannot keep tenants apart, and the errors whose names contain `Documents` if
     /// registered documents cannot be read from their file or written to it.
     pub fn start(model: ServedModel, config: ServerConfig) -> Result<Self> {
-        let ServerConfig { address, keys, documents, limits } = config;
+        let ServerConfig { address, keys, documents, origins, limits } = config;
         let ServedModel { engine, codec, names, reuse } = model;
         check(&names, &limits)?;
+        let origins = Origins::new(&origins, keys.is_some())?;
         if let Some(keys) = &keys {
             keys.register(&engine)?;
         }
@@ -95,7 +98,7 @@ impl Server {
         let tenants = keys.as_ref().map_or(1, ApiKeys::tenants);
         let guide = Guide::new(of_model.clone());
         let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(WORKERS)
+            .worker_threads(workers())
             .max_blocking_threads(TOKENISERS)
             .thread_name("kv-serve")
             .enable_all()
@@ -139,6 +142,7 @@ impl Server {
             leisure: Leisure::default(),
             pins,
             is_local: address.ip().is_loopback(),
+            origins,
             closing: closing.subscribe(),
             started: unix_time(),
         });
@@ -229,6 +233,13 @@ impl Drop for Server {
             runtime.shutdown_timeout(LAST_WORDS);
         }
     }
+}
+
+/// Returns the number of threads that read and write connections: half of the processors, up to [`MOST_WORKERS`], so that they
+/// do not interrupt those of the model.
+// Decision: docs/decisions/serve.md#text-is-handled-on-two-threads
+fn workers() -> usize {
+    std::thread::available_parallelism().map_or(1, |all| (all.get() / 2).clamp(1, MOST_WORKERS))
 }
 
 fn check(names: &[String], limits: &Limits) -> Result<()> {

@@ -16,6 +16,7 @@ use crate::engine_thread::EngineHandle;
 use crate::leisure::Leisure;
 use crate::library::{Libraries, SharedLibrary};
 use crate::metrics::ServerMetrics;
+use crate::origin::Origins;
 use crate::page::RecentRequests;
 use crate::pins::Pins;
 use crate::prompt::{self, BuiltPrompt};
@@ -65,6 +66,8 @@ pub(crate) struct Service {
     pub(crate) pins: Pins,
     /// True if only this machine reaches the server.
     pub(crate) is_local: bool,
+    /// The web pages that may use the server.
+    pub(crate) origins: Origins,
     /// True once the shutdown ends all answers.
     pub(crate) closing: watch::Receiver<bool>,
     /// The time at which the server started, in seconds since 1970.
@@ -85,6 +88,11 @@ impl BlockSize {
         let blocks: usize = [report.main, report.chunks].into_iter().flatten().map(|pool| pool.total).sum();
         let tokens = engine.cache().as_paged().map_or(1, |paged| paged.kv_pool().block_size());
         Self { tokens, bytes: report.kv_bytes / blocks.max(1) }
+    }
+
+    /// Returns the number of blocks of so many tokens.
+    pub(crate) fn of_tokens(self, tokens: usize) -> usize {
+        tokens.div_ceil(self.tokens.max(1))
     }
 }
 
@@ -120,7 +128,7 @@ impl Service {
     /// # Errors
     /// Refuses the request if there are too many, if its prompt or its settings are not possible, or if the engine
     /// refuses it.
-    pub(crate) async fn answer(&self, ask: Ask) -> Result<Reply, Refusal> {
+    pub(crate) async fn answer(self: &Arc<Self>, ask: Ask) -> Result<Reply, Refusal> {
         let seat = self.seats.take(ask.owner.tenant.as_ref())?;
         Ok(self.answer_from(Some(seat), ask).await?.0)
     }
@@ -130,11 +138,18 @@ impl Service {
     ///
     /// # Errors
     /// Refuses the request like [`answer`](Self::answer).
-    pub(crate) async fn answer_quietly(&self, ask: Ask) -> Result<(Reply, Option<Request>), Refusal> {
+    pub(crate) async fn answer_quietly(
+        self: &Arc<Self>,
+        ask: Ask,
+    ) -> Result<(Reply, Option<Request>), Refusal> {
         self.answer_from(None, ask).await
     }
 
-    async fn answer_from(&self, seat: Option<Seat>, ask: Ask) -> Result<(Reply, Option<Request>), Refusal> {
+    async fn answer_from(
+        self: &Arc<Self>,
+        seat: Option<Seat>,
+        ask: Ask,
+    ) -> Result<(Reply, Option<Request>), Refusal> {
         let arrived = Instant::now();
         self.check_settings(&ask.settings)?;
         let (codec, guide, context) = (self.codec.clone(), self.guide.clone(), self.context);
@@ -166,6 +181,7 @@ impl Service {
         let prompt_tokens = request.prompt.len();
         // The engine may compute a first token before this task goes on.
         let own = is_quiet.then(|| request.clone());
+        let pinning = if is_quiet { None } else { self.pin_used(&request, &described.documents) };
         let submit = move |engine: &mut Engine| (engine.submit(request), arrived.elapsed());
         let (answer, waited) = self.engine.call(submit).await?;
         let answer = answer?;
@@ -179,6 +195,7 @@ impl Service {
             metrics: Arc::clone(&self.metrics),
             recent: Arc::clone(&self.recent),
             is_quiet,
+            computed: Mutex::new(pinning),
             tenant,
             label,
             arrived,
@@ -243,7 +260,7 @@ impl Service {
 
     /// Returns the number of bytes of keys and values that a document with so many tokens takes.
     pub(crate) fn kv_bytes(&self, tokens: usize) -> u64 {
-        (tokens.div_ceil(self.block.tokens.max(1)) * self.block.bytes) as u64
+        (self.block.of_tokens(tokens) * self.block.bytes) as u64
     }
 
     /// Returns the engine's request for a prompt, and what its report needs to know.

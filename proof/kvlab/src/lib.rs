@@ -30,5 +30,5 @@ pub use eval::{
 pub use workload::{
     Arrival, ArrivalTimes, ClientReport, ClientTally, Popularity, RagReport, RagWorkload, SharedPrefix,
     Times, Traffic, TrafficPrompts, TrafficReport, TtftRow, TtftTarget, cpu_seconds, decoy_rows, disk_rows,
-    play, serve, ttft_rows,
+    play, serve, thread_cpu_seconds, ttft_rows,
 };

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kvlab::{Arrival, ClientReport, ClientTally, TrafficPrompts, cpu_seconds};
+use kvlab::{Arrival, ClientReport, ClientTally, TrafficPrompts, cpu_seconds, thread_cpu_seconds};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
@@ -83,7 +83,7 @@ pub fn play(
         let at_once =
             bodies.iter().zip(trace).filter(|(body, arrival)| body.is_ok() && arrival.at <= 0.0).count();
         client.open(at_once.min(MOST_OPENED)).await?;
-        let (cpu, started) = (cpu_seconds(), Instant::now());
+        let (cpu, own, started) = (cpu_seconds(), thread_cpu_seconds(), Instant::now());
         let mut running = JoinSet::new();
         let mut ended: Vec<Option<Result<Answered>>> = trace.iter().map(|_| None).collect();
         for (at, (body, arrival)) in bodies.into_iter().zip(trace).enumerate() {
@@ -98,7 +98,10 @@ pub fn play(
             progress(done, trace.len());
         }
         let seconds = started.elapsed().as_secs_f64();
-        let cpu = cpu.zip(cpu_seconds()).map(|(before, after)| after - before);
+        let grown =
+            |before: Option<f64>, after: Option<f64>| before.zip(after).map(|(before, after)| after - before);
+        // The client has no thread but this one.
+        let (cpu, own) = (grown(cpu, cpu_seconds()), grown(own, thread_cpu_seconds()));
         let mut tally = ClientTally::new(trace, prefix_tokens);
         let mut failure = None;
         for (answered, arrival) in ended.into_iter().flatten().zip(trace) {
@@ -114,7 +117,7 @@ pub fn play(
             Some(error) if tally.whole.is_empty() => return Err(error),
             failure => tally.first_failure = failure.map(|error| error.to_string()),
         }
-        Ok(tally.report(seconds, cpu))
+        Ok(ClientReport { client_cpu_seconds: own, ..tally.report(seconds, cpu) })
     })
 }
 

@@ -72,6 +72,11 @@ pub(crate) struct ServerArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
 
+    /// Origin of web pages that may use the server in browsers, such as `https://app.example`. May be repeated. `*` stands for
+    /// all pages, and needs --api-key-file. Default: only the server's own pages.
+    #[arg(long, value_name = "ORIGIN")]
+    pub(crate) allow_origin: Vec<String>,
+
     /// File in which registered documents (PUT /v1/documents/ID) outlive the server. It contains their texts, and only its
     /// owner can read it. One server at a time can use a file. Default: they are forgotten at the end.
     #[arg(long, value_name = "FILE")]
@@ -302,10 +307,11 @@ mod tests {
     fn a_file_has_the_options_by_their_names() {
         let (_folder, path) = written(
             "model = \"m\"\nport = 8080\nreuse_anyway = true\nenable-sleep-mode = false\nmemory-share = 0.25\n\
-             served-model-name = [\"a\", \"b\"]\n",
+             served-model-name = [\"a\", \"b\"]\nallow-origin = \"https://app.example\"\n",
         );
         let given = of_file(&path).unwrap();
         let expected = [
+            "--allow-origin=https://app.example",
             "--memory-share=0.25",
             "--model-of-file=m",
             "--port=8080",
@@ -325,6 +331,7 @@ mod tests {
         let args = parsed(&[]);
         assert_eq!((args.port, args.model(), args.reuse_anyway), (8080, Some("m".as_ref()), true));
         assert_eq!(args.served_model_name, ["a", "b"]);
+        assert_eq!(args.allow_origin, ["https://app.example"]);
         let args = parsed(&["n", "--port", "1"]);
         assert_eq!((args.port, args.model()), (1, Some("n".as_ref())));
     }

@@ -159,9 +159,6 @@ impl RunPrompts {
             }
             Form::Raw { system, documents } => {
                 let system = system.as_deref().map(document_text).unwrap_or_default();
-                if codec.encode(&system, true)?.is_empty() {
-                    return Err(Error::NoSystem);
-                }
                 let documents = documents.iter().map(String::as_str);
                 Ok(PromptTokens::from_parts(codec, &system, documents, text, true)?.into())
             }

@@ -25,8 +25,7 @@ impl PromptTokens {
     /// `found` are the places of the documents, in ascending order and without overlaps, such as those of
     /// [`DocumentLibrary::find`](crate::DocumentLibrary::find). The parts are:
     ///
-    /// - The text before the first document is the system prompt. If there is none, the special tokens before the text
-    ///   are the system prompt or, without special tokens, the first document.
+    /// - The text before the first document is the system prompt, with the special tokens. It may be empty.
     /// - Each document is a chunk. Text between two documents is a chunk of its own, unless it is only white space,
     ///   which separates documents and is left out.
     /// - The text behind the last document is the question. If it has no tokens, the last document is the question.
@@ -47,27 +46,14 @@ impl PromptTokens {
             end = range.end;
         }
         let before = found.first().map_or(0, |first| first.start);
-        let mut system = codec.encode(&text[..before], special)?;
-        if system.is_empty()
-            && let Some((first, _)) = parts.first()
-        {
-            let (alone, behind_special) =
-                (codec.encode(&text[first.clone()], false)?, codec.encode(&text[first.clone()], special)?);
-            match behind_special.strip_suffix(alone.as_slice()) {
-                Some(special) if !special.is_empty() => system = special.to_vec(),
-                _ => {
-                    system = behind_special;
-                    parts.remove(0);
-                }
-            }
-        }
+        let system = codec.encode(&text[..before], special)?;
         let mut question = codec.encode(&text[end..], false)?;
         if question.is_empty()
             && let Some((last, _)) = parts.pop()
         {
             question = codec.encode(&text[last], false)?;
         }
-        if parts.iter().all(|(_, document)| document.is_none()) {
+        if parts.is_empty() {
             return plain();
         }
         let (mut tokens, mut chunks) = (Vec::new(), Vec::new());
@@ -127,20 +113,22 @@ mod tests {
 
     #[test]
     fn a_text_without_other_tokens_is_cut_as_far_as_it_can_be() {
-        let of = |system: u32, chunk: u32, question: u32| {
-            let prompt = ChunkedPrompt::new(vec![system], vec![vec![chunk]], vec![question]);
-            PromptTokens::Chunked(prompt.unwrap())
+        let of = |chunks: &[u32], question: u32| {
+            let chunks = chunks.iter().map(|&token| vec![token]).collect();
+            PromptTokens::Chunked(ChunkedPrompt::new(Vec::new(), chunks, vec![question]).unwrap())
         };
-        // Without a begin token, the first document is the system prompt.
+        // Without a begin token, the first document is the beginning of the prompt.
         let three = cut("[a][b][c]", false);
-        assert_eq!((three.tokens, three.chunks), (of(3, 4, 5), vec![Some(1)]));
-        for plain in ["[a][b]", "[a] b", "[a]", "a b", ""] {
+        assert_eq!((three.tokens, three.chunks), (of(&[3, 4], 5), vec![Some(0), Some(1)]));
+        assert_eq!(cut("[a] b", false).tokens, of(&[3], 4));
+        assert_eq!(cut("[a][b]", false).tokens, of(&[3], 4));
+        for plain in ["[a]", "a b", ""] {
             let whole = plain.replace(['[', ']'], "");
             let codec = TextCodec::from_bytes(WORDS.as_bytes(), None).unwrap();
             let expected = PromptTokens::Plain(codec.encode(&whole, false).unwrap());
             assert_eq!((cut(plain, false).tokens, cut(plain, false).chunks), (expected, vec![]), "{plain}");
         }
-        // Text between documents alone does not make a prompt in parts.
-        assert!(matches!(cut("[a] b [c]", false).tokens, PromptTokens::Plain(_)));
+        let between = cut("[a] b [c]", false);
+        assert_eq!((between.tokens, between.chunks), (of(&[3, 4], 5), vec![Some(0), None]));
     }
 }

@@ -155,12 +155,22 @@ impl TextCodec {
         let mut end = encoding.len();
         if special {
             let plain = guarded(|| self.tokenizer.encode(text, false))?.len();
+            if plain == 0 {
+                return self.tokens_before_text();
+            }
             let added = encoding.get_special_tokens_mask();
             while end > plain && added[end - 1] == 1 {
                 end -= 1;
             }
         }
         Ok(encoding.get_ids()[..end].to_vec())
+    }
+
+    /// Returns the special tokens that the tokenizer puts before a text. An empty text does not tell them from those after it.
+    fn tokens_before_text(&self) -> Result<Vec<u32>> {
+        let any = guarded(|| self.tokenizer.encode("a", true))?;
+        let before = any.get_special_tokens_mask().iter().take_while(|&&added| added == 1).count();
+        Ok(any.get_ids()[..before].to_vec())
     }
 
     /// Returns a codec that refuses texts of more than `tokens` tokens if it can tell without tokenising them.
@@ -350,6 +360,14 @@ mod tests {
         let ask = |codec: TextCodec, text| codec.conversation(&[Message::new(Role::User, text)]);
         assert_eq!(ask(codec(Some(config)), " a ").unwrap(), [0, 3, 5]);
         assert!(matches!(ask(codec(None), "a"), Err(Error::Template { .. })));
+    }
+
+    #[test]
+    fn an_empty_text_has_the_special_tokens_that_stand_before_texts() {
+        let codec = codec(None);
+        assert_eq!(codec.encode("a", true).unwrap(), [0, 3]);
+        assert_eq!(codec.encode("", true).unwrap(), [0]);
+        assert!(codec.encode("", false).unwrap().is_empty());
     }
 
     #[test]

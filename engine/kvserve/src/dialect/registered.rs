@@ -19,6 +19,7 @@ use super::openai::respond;
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
 use crate::journal::{Change, Journal, Registration};
 use crate::leisure::LeisureJob;
+use crate::pins::DocumentCopy;
 use crate::refusal::{Kind, Refusal};
 use crate::service::{Service, unix_time_ms};
 use crate::shape::AnswerShape;
@@ -276,7 +277,8 @@ async fn compute(service: Arc<Service>, job: LeisureJob) {
             }
             debug!(id, ?computed_in, "computed a registered document");
             let Some(request) = request else { return };
-            if let Err(refusal) = service.pin(job, text, request).await {
+            let copy = DocumentCopy { text, system: Some(job.system), request };
+            if let Err(refusal) = service.pin(vec![((job.tenant, job.id), copy)]).await {
                 info!(id, reason = refusal.message, "a registered document is not pinned");
             }
         }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse as _, Response};
 use futures_util::{Stream, StreamExt as _, stream};
+use serde::Serialize;
 use serde_json::Value;
 
 use crate::refusal::Refusal;
@@ -27,8 +28,9 @@ pub(crate) trait Chunks: Send + 'static {
 }
 
 /// Returns an event with JSON.
-pub(crate) fn data(value: &Value) -> Event {
-    Event::default().data(value.to_string())
+pub(crate) fn data(value: &impl Serialize) -> Event {
+    // What dialects write are objects with texts as keys, which are always JSON.
+    Event::default().json_data(value).unwrap_or_default()
 }
 
 /// Returns an event with JSON whose field `type` is its name.

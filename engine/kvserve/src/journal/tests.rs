@@ -430,6 +430,7 @@ fn only_the_owner_reads_the_files_and_a_link_stays_a_link() {
 }
 
 #[test]
+#[allow(clippy::used_underscore_binding, reason = "the field is there for what its drop does")]
 fn a_journal_is_unlocked_although_a_child_process_still_holds_the_descriptor() {
     let (_folder, path) = place();
     let journal = open(&path);

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, Reuse};
@@ -9,6 +10,8 @@ use kvengine::{Engine, EngineConfig, Scheduling};
 use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
 use kvserve::{DocumentReuse, ServedModel, Server, ServerConfig};
 use serde_json::{Value, json};
+
+use super::client::post;
 
 /// The name of the model in the tests.
 pub(crate) const MODEL: &str = "tiny-rag";
@@ -105,6 +108,20 @@ pub(crate) fn with(reuse: Option<DocumentReuse>, config: ServerConfig) -> Server
 pub(crate) fn free_port() -> ServerConfig {
     let config = ServerConfig::default();
     ServerConfig { address: (config.address.ip(), 0).into(), ..config }
+}
+
+/// Checks that nothing is held but the registered documents that requests have used. Empties the caches.
+pub(crate) fn assert_only_used_documents_are_held(server: &Server) {
+    let until = Instant::now() + Duration::from_secs(30);
+    loop {
+        assert_eq!(post(server.address(), "/reset_prefix_cache", &json!({})).status, 200);
+        let chunks = server.with_engine(|engine| engine.report().chunks.unwrap()).unwrap();
+        // The last request may have pinned a document in between.
+        if chunks.shared == 0 {
+            return assert_nothing_is_held(server);
+        }
+        assert!(Instant::now() < until, "{chunks:?}");
+    }
 }
 
 /// Checks that no request holds anything.

@@ -9,7 +9,7 @@ use kvserve::{ServedModel, Server};
 use serde_json::{Value, json};
 
 use crate::client::Client;
-use crate::common::{MODEL, assert_nothing_is_held, free_port, loaded, reuse, small};
+use crate::common::{MODEL, assert_only_used_documents_are_held, free_port, loaded, reuse, small};
 
 const DOCUMENTS: usize = 2000;
 const BYTES: usize = 5000;
@@ -86,5 +86,5 @@ fn five_of_two_thousand_documents_are_found_in_any_order_and_place() {
         assert_eq!(found(client, &asked, between), expected, "{between:?}");
     }
     drop(texts);
-    assert_nothing_is_held(&server);
+    assert_only_used_documents_are_held(&server);
 }

@@ -5,22 +5,22 @@ use std::time::{Duration, Instant};
 use kvbackend_cpu::CpuBackend;
 use kvengine::{Engine, EngineConfig};
 use kvmodel::ModelDirectory;
-use kvserve::{ServedModel, Server};
+use kvserve::{ApiKeys, ServedModel, Server, ServerConfig};
 use serde_json::{Value, json};
 
 use super::client::{call, get, post};
 use super::common::{
-    DOCUMENTS, MODEL, QUESTION, SYSTEM, assert_nothing_is_held, free_port, loaded, reuse, small,
+    DOCUMENTS, MODEL, QUESTION, SYSTEM, assert_nothing_is_held, free_port, loaded, reuse, small, with,
 };
 
 const CHAT: &str = "/v1/chat/completions";
 
 /// Starts a server whose cache has room for two of the demo's three documents, and pins one of them.
 fn crowded() -> Server {
-    with_sleep(true)
+    with_settings(true, free_port())
 }
 
-fn with_sleep(enable_sleep_mode: bool) -> Server {
+fn with_settings(enable_sleep_mode: bool, settings: ServerConfig) -> Server {
     let ModelDirectory { model, codec, .. } = loaded();
     let longest = DOCUMENTS.iter().map(|(_, text)| codec.encode(text, false).unwrap().len()).max().unwrap();
     let probe = Engine::new(loaded().model, CpuBackend::new(), codec.digest(), &small()).unwrap();
@@ -29,7 +29,7 @@ fn with_sleep(enable_sleep_mode: bool) -> Server {
     let config = EngineConfig { kv_memory: Some(2 * blocks * block_bytes), enable_sleep_mode, ..small() };
     let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
     let model = ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: Some(reuse()) };
-    Server::start(model, free_port()).unwrap()
+    Server::start(model, settings).unwrap()
 }
 
 fn path(at: usize) -> String {
@@ -55,14 +55,34 @@ fn wait_until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
+/// Returns a question about a document behind a system prompt.
+fn question(system: &str, at: usize) -> Value {
+    json!({
+        "messages": [{"role": "system", "content": system}, {"role": "user", "content": format!("{}{}", DOCUMENTS[at].1, QUESTION.0)}],
+        "max_tokens": 2,
+    })
+}
+
 /// Asks with a document, and returns where its keys and values came from.
 fn source(server: &Server, at: usize) -> String {
-    let request = json!({
-        "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": format!("{}{}", DOCUMENTS[at].1, QUESTION.0)}],
-        "max_tokens": 2,
-    });
-    let answer = post(server.address(), CHAT, &request).json();
+    source_behind(server, SYSTEM, at)
+}
+
+fn source_behind(server: &Server, system: &str, at: usize) -> String {
+    let answer = post(server.address(), CHAT, &question(system, at)).json();
     answer["kv"]["parts"][0]["source"].as_str().unwrap_or_else(|| panic!("{answer}")).to_owned()
+}
+
+/// Registers all documents without a system prompt, and asks about the first one, which is then pinned.
+fn pinned_by_use(server: &Server) {
+    (0..3).for_each(|at| put(server, at, json!({})));
+    source(server, 0);
+    wait_until("it is never pinned", || is_pinned(server, 0));
+}
+
+/// Returns the number of blocks of documents that are held.
+fn held(server: &Server) -> usize {
+    server.with_engine(|engine| engine.report().chunks.unwrap().shared).unwrap()
 }
 
 /// Asks with the other documents, which push out what is not pinned.
@@ -80,10 +100,7 @@ fn pinned(server: &Server) {
 #[test]
 fn a_document_with_a_system_prompt_stays_in_memory_until_it_is_deleted() {
     let server = crowded();
-    (0..3).for_each(|at| put(&server, at, json!({})));
-    source(&server, 0);
-    flood(&server);
-    assert_eq!(source(&server, 0), "computed", "it is not pinned without a system prompt");
+    (1..3).for_each(|at| put(&server, at, json!({})));
     pinned(&server);
     assert!(!is_pinned(&server, 1));
     flood(&server);
@@ -107,9 +124,7 @@ fn a_document_is_not_pinned_beyond_its_time_or_its_text() {
         is_pinned(&server, 0) || get(server.address(), &path(0)).status == 404
     });
     wait_until("it does not expire", || get(server.address(), &path(0)).status == 404);
-    wait_until("it is held although it has expired", || {
-        server.with_engine(|engine| engine.report().chunks.unwrap().shared) == Some(0)
-    });
+    wait_until("it is held although it has expired", || held(&server) == 0);
     pinned(&server);
     put(&server, 0, json!({"text": DOCUMENTS[1].1}));
     assert!(!is_pinned(&server, 0));
@@ -147,7 +162,7 @@ fn what_is_registered_while_the_caches_sleep_is_computed_and_pinned_when_they_wa
 
 #[test]
 fn caches_that_cannot_sleep_keep_their_pins() {
-    let server = with_sleep(false);
+    let server = with_settings(false, free_port());
     pinned(&server);
     assert!(post(server.address(), "/sleep", &json!({})).status >= 400);
     assert!(is_pinned(&server, 0));
@@ -175,4 +190,113 @@ fn a_tenant_pins_at_most_half_of_the_memory_for_documents() {
     std::thread::sleep(Duration::from_millis(50));
     assert!(!is_pinned(&server, 1) && is_pinned(&server, 0));
     assert_eq!(source(&server, 1), "cache", "it is found all the same while there is room");
+}
+
+#[test]
+fn a_document_without_a_system_prompt_stays_in_memory_once_a_prompt_has_used_it() {
+    let server = crowded();
+    pinned_by_use(&server);
+    flood(&server);
+    assert_eq!(source(&server, 0), "cache");
+    assert!(!is_pinned(&server, 1) && !is_pinned(&server, 2), "the tenant has pinned as much as it may");
+    assert_eq!(call(server.address(), "DELETE", &path(0), &[], b"").status, 200);
+    assert_nothing_is_held(&server);
+    flood(&server);
+    put(&server, 0, json!({}));
+    assert_eq!(source(&server, 0), "computed");
+}
+
+#[test]
+fn a_document_that_a_prompt_has_used_is_pinned_until_it_expires() {
+    let server = crowded();
+    put(&server, 0, json!({"ttl_seconds": 2}));
+    source(&server, 0);
+    wait_until("it is neither pinned nor expired", || {
+        is_pinned(&server, 0) || get(server.address(), &path(0)).status == 404
+    });
+    wait_until("it does not expire", || get(server.address(), &path(0)).status == 404);
+    wait_until("it is held although it has expired", || held(&server) == 0);
+}
+
+#[test]
+fn a_document_is_pinned_behind_the_beginning_of_the_last_prompt_alone() {
+    let server = crowded();
+    pinned_by_use(&server);
+    let (other, blocks) = (format!("{SYSTEM}alba is red . "), held(&server));
+    assert_eq!(source_behind(&server, &other, 0), "computed");
+    for at in [1, 2, 1, 2] {
+        source_behind(&server, &other, at);
+    }
+    assert_eq!(source_behind(&server, &other, 0), "cache");
+    wait_until("the earlier copy is held", || held(&server) == blocks);
+    assert_eq!(source(&server, 0), "computed", "the copy behind the first beginning");
+}
+
+#[test]
+fn a_document_that_was_registered_with_a_system_prompt_stays_pinned_behind_it() {
+    let server = crowded();
+    (1..3).for_each(|at| put(&server, at, json!({})));
+    pinned(&server);
+    source_behind(&server, &format!("{SYSTEM}alba is red . "), 0);
+    flood(&server);
+    assert_eq!(source(&server, 0), "cache");
+}
+
+#[test]
+fn documents_without_a_system_prompt_give_way_to_one_with_a_system_prompt() {
+    let server = crowded();
+    pinned_by_use(&server);
+    put(&server, 1, json!({"system": SYSTEM}));
+    wait_until("it is never pinned", || is_pinned(&server, 1));
+    assert!(!is_pinned(&server, 0));
+}
+
+#[test]
+fn a_copy_that_only_one_salt_finds_is_not_pinned() {
+    let server = crowded();
+    put(&server, 0, json!({}));
+    let mut salted = question(SYSTEM, 0);
+    super::common::add(&mut salted, json!({"cache_salt": "a"}));
+    assert_eq!(post(server.address(), CHAT, &salted).status, 200);
+    assert_eq!(held(&server), 0);
+    assert!(!is_pinned(&server, 0));
+}
+
+#[test]
+fn a_reset_unpins_what_prompts_have_used_until_the_next_prompt() {
+    let server = crowded();
+    pinned_by_use(&server);
+    assert_eq!(post(server.address(), "/reset_prefix_cache", &json!({})).status, 200);
+    assert!(!is_pinned(&server, 0));
+    assert_nothing_is_held(&server);
+    assert_eq!(source(&server, 0), "computed");
+    wait_until("it is not pinned again", || is_pinned(&server, 0));
+}
+
+#[test]
+fn requests_of_one_tenant_do_not_pin_the_documents_of_another() {
+    let mut keys = ApiKeys::default();
+    assert!(keys.add("key-a", "alice") && keys.add("key-b", "bob"));
+    let server = with(Some(reuse()), ServerConfig { keys: Some(keys), ..free_port() });
+    let body = |at: usize| json!({"text": DOCUMENTS[at].1}).to_string();
+    let send = |key: &str, method: &str, path: &str, body: &str| {
+        let answer = call(server.address(), method, path, &[("x-api-key", key)], body.as_bytes());
+        assert!(answer.status < 300, "{answer:?}");
+        answer.json()
+    };
+    let text = DOCUMENTS[0].1;
+    let document = json!({"text": text}).to_string();
+    let ask = json!({
+        "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": format!("{text}{}", QUESTION.0)}],
+        "max_tokens": 2,
+    });
+    send("key-a", "PUT", "/v1/documents/one", &document);
+    send("key-b", "PUT", "/v1/documents/other", &body(1));
+    let is_pinned = |key: &str| send(key, "GET", "/v1/documents/one", "")["pinned"] == true;
+    let _ = send("key-b", "POST", CHAT, &ask.to_string());
+    assert_eq!((held(&server), is_pinned("key-a")), (0, false), "bob's request holds alice's text");
+    send("key-b", "PUT", "/v1/documents/one", &document);
+    let _ = send("key-b", "POST", CHAT, &ask.to_string());
+    wait_until("bob's own document is never pinned", || is_pinned("key-b"));
+    assert!(!is_pinned("key-a"));
 }

@@ -6,7 +6,8 @@ use serde_json::{Value, json};
 
 use crate::client::{Answer, call, get, post};
 use crate::common::{
-    DOCUMENTS, QUESTION, SYSTEM, add, assert_nothing_is_held, free_port, reuse, reusing, server, with,
+    DOCUMENTS, QUESTION, SYSTEM, add, assert_nothing_is_held, assert_only_used_documents_are_held, free_port,
+    reuse, reusing, server, with,
 };
 
 const CHAT: &str = "/v1/chat/completions";
@@ -75,7 +76,7 @@ fn pasted_documents_are_found_in_any_order_and_place() {
     let text = format!("{SYSTEM}{}{}", DOCUMENTS[1].1, QUESTION.0);
     let answer = post(server.address(), "/v1/completions", &json!({"prompt": text, "max_tokens": 4}));
     assert_eq!(parts(&answer)[0]["id"], DOCUMENTS[1].0);
-    assert_nothing_is_held(&server);
+    assert_only_used_documents_are_held(&server);
 }
 
 #[test]

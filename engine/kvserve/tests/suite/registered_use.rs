@@ -5,7 +5,10 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use crate::client::{Answer, Client, call, get, post};
-use crate::common::{DOCUMENTS, QUESTION, SYSTEM, assert_nothing_is_held, free_port, reuse, reusing, with};
+use crate::common::{
+    DOCUMENTS, QUESTION, SYSTEM, assert_nothing_is_held, assert_only_used_documents_are_held, free_port,
+    reuse, reusing, with,
+};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -101,7 +104,7 @@ fn a_document_that_changes_during_a_search_is_found_in_one_of_its_forms() {
         }
     });
     assert_eq!(get(address, "/v1/documents").json()["data"].as_array().unwrap().len(), 1);
-    assert_nothing_is_held(&server);
+    assert_only_used_documents_are_held(&server);
 }
 
 #[test]
@@ -140,7 +143,7 @@ fn of_documents_that_overlap_the_first_and_longest_is_found() {
     // The one that begins first ends behind the beginning of the other.
     assert_eq!(found(&server, &pasted(SYSTEM, &both)), ["first", "second"]);
     assert_eq!(found(&server, &pasted(SYSTEM, &DOCUMENTS[0].1.repeat(2))), ["first", "first"]);
-    assert_nothing_is_held(&server);
+    assert_only_used_documents_are_held(&server);
 }
 
 #[test]
@@ -164,7 +167,7 @@ fn line_breaks_and_forms_of_characters_are_bytes_like_others() {
         .replace('\u{1f980}', "\\ud83e\\udd80");
     let answer = call(server.address(), "POST", CHAT, &[], escaped.as_bytes()).json();
     assert_eq!(answer["kv"]["parts"][0]["id"], "composed", "{answer}");
-    assert_nothing_is_held(&server);
+    assert_only_used_documents_are_held(&server);
 }
 
 #[test]

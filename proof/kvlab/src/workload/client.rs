@@ -81,6 +81,8 @@ pub struct ClientReport {
     pub seconds: f64,
     /// Processor time in seconds, over all threads of this process, if the system reports it.
     pub cpu_seconds: Option<f64>,
+    /// The part of it that the client of a server has used, if the client has a thread of its own.
+    pub client_cpu_seconds: Option<f64>,
     /// Answer tokens per second.
     pub answer_tokens_per_second: f64,
     /// Prompt and answer tokens per second.
@@ -119,6 +121,7 @@ impl ClientTally {
             answer_tokens: self.answer_tokens,
             seconds,
             cpu_seconds,
+            client_cpu_seconds: None,
             answer_tokens_per_second: self.answer_tokens as f64 / seconds,
             tokens_per_second: self.prompt_tokens.saturating_add(self.answer_tokens) as f64 / seconds,
             ttft: Times::of(&self.ttft),
@@ -140,6 +143,13 @@ pub fn cpu_seconds() -> Option<f64> {
     Some((user + system) / 100.0)
 }
 
+/// Returns the processor time of the calling thread in seconds, if the system reports it.
+pub fn thread_cpu_seconds() -> Option<f64> {
+    let stat = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+    let nanoseconds: f64 = stat.split_whitespace().next()?.parse().ok()?;
+    Some(nanoseconds / 1e9)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -157,6 +167,19 @@ mod tests {
         assert!(drawn(1).iter().flatten().all(|&token| token < 50));
         assert_eq!(drawn(1), drawn(1));
         assert_ne!(drawn(1), drawn(2));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_processor_time_of_a_thread_is_its_own() {
+        let before = thread_cpu_seconds().unwrap();
+        let other = std::thread::spawn(|| {
+            let begun = std::time::Instant::now();
+            while begun.elapsed() < Duration::from_millis(50) {}
+            thread_cpu_seconds().unwrap()
+        });
+        let (other, own) = (other.join().unwrap(), thread_cpu_seconds().unwrap() - before);
+        assert!(own < other, "waiting takes no processor time: {own} s beside {other} s");
     }
 
     #[test]

@@ -18,7 +18,7 @@ mod serve;
 mod traffic;
 mod ttft;
 
-pub use client::{ClientReport, ClientTally, TrafficPrompts, cpu_seconds};
+pub use client::{ClientReport, ClientTally, TrafficPrompts, cpu_seconds, thread_cpu_seconds};
 pub use decoys::decoy_rows;
 pub use disk::disk_rows;
 pub use serve::{ArrivalTimes, RagReport, Times, serve};

@@ -55,7 +55,13 @@ pub(crate) fn start() -> Result<Server, Box<dyn std::error::Error>> {
         Limits { receive_time: RECEIVE_TIME, requests: 4096, body_bytes: 1 << 20, ..Limits::default() };
     let defaults = ServerConfig::default();
     let address = (defaults.address.ip(), 0).into();
-    let config = ServerConfig { address, keys: Some(keys), documents: Some(documents), limits };
+    let config = ServerConfig {
+        address,
+        keys: Some(keys),
+        documents: Some(documents),
+        limits,
+        ..ServerConfig::default()
+    };
     Ok(Server::start(
         ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: Some(reuse) },
         config,

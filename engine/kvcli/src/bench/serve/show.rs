@@ -74,6 +74,11 @@ fn of_clients(reports: &[&ClientReport]) -> Vec<Row> {
             r.cpu_seconds.map_or_else(|| "–".to_owned(), |cpu| format!("{cpu:.2} s"))
         }));
     }
+    if reports.iter().any(|report| report.client_cpu_seconds.is_some()) {
+        rows.push(row("processor time of the client", &|r| {
+            r.client_cpu_seconds.map_or_else(|| "–".to_owned(), |cpu| format!("{cpu:.3} s"))
+        }));
+    }
     rows.extend([
         row("answer tokens per second", &|r| format!("{:.1}", r.answer_tokens_per_second)),
         row("tokens per second, including prompts", &|r| format!("{:.1}", r.tokens_per_second)),

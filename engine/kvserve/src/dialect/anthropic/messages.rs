@@ -74,7 +74,7 @@ pub(crate) async fn count(State(service): State<Arc<Service>>, request: Request)
     respond(counted(&service, request).await)
 }
 
-async fn answer(service: &Service, request: Request) -> Result<Response, Refusal> {
+async fn answer(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let (owner, request): (_, MessagesRequest) = service.read(request).await?;
     let model = service.check_model(request.model.as_deref())?;
     request.check_supported()?;
@@ -106,7 +106,7 @@ async fn answer(service: &Service, request: Request) -> Result<Response, Refusal
     Ok(Json(all).into_response())
 }
 
-async fn counted(service: &Service, request: Request) -> Result<Response, Refusal> {
+async fn counted(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let (owner, request): (_, MessagesRequest) = service.read(request).await?;
     service.check_model(request.model.as_deref())?;
     request.check_supported()?;

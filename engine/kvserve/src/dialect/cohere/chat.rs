@@ -59,7 +59,7 @@ pub(crate) async fn chat(State(service): State<Arc<Service>>, request: Request) 
     respond(answer(&service, request).await)
 }
 
-async fn answer(service: &Service, request: Request) -> Result<Response, Refusal> {
+async fn answer(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let (owner, request): (_, CohereRequest) = service.read(request).await?;
     service.check_model(request.model.as_deref())?;
     request.check_supported()?;

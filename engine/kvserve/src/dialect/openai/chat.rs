@@ -7,12 +7,13 @@ use axum::extract::{Request, State};
 use axum::response::sse::Event;
 use axum::response::{IntoResponse as _, Response};
 use kvmodel::{Message, ToolCall, Variable};
+use serde::Serialize;
 use serde::de::IgnoredAny;
 use serde_json::{Value, json};
 
 use super::fields::{MAX_LOGPROBS, openai_request};
 use super::shape::{TOOL, response_format, tool_choice};
-use super::{Usage, done, finish_reason, refused_stream, respond};
+use super::{Chunk, Usage, done, finish_reason, refused_stream, respond};
 use crate::ask::{Ask, AskedPrompt};
 use crate::dialect::new_id;
 use crate::dialect::shape::shape;
@@ -69,7 +70,7 @@ pub(crate) async fn chat(State(service): State<Arc<Service>>, request: Request) 
     respond(answer(&service, request).await)
 }
 
-async fn answer(service: &Service, request: Request) -> Result<Response, Refusal> {
+async fn answer(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let (owner, mut request): (_, ChatRequest) = service.read(request).await?;
     let model = service.check_model(request.model.as_deref())?;
     request.check_supported()?;
@@ -233,26 +234,31 @@ impl Form {
         })
     }
 
-    fn chunk(&self, choices: &Value) -> Value {
-        json!({
-            "id": self.id,
-            "object": "chat.completion.chunk",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        })
-    }
-
-    fn delta(
+    fn delta<D>(
         &self,
         index: usize,
-        delta: &Value,
+        delta: D,
         tokens: &[ReplyToken],
-        reason: Option<&'static str>,
-    ) -> Value {
+        finish_reason: Option<&'static str>,
+    ) -> Choice<D> {
         let logprobs = (self.logprobs && !tokens.is_empty()).then(|| json!({"content": logprobs(tokens)}));
-        self.chunk(&json!([{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]))
+        Choice { index, delta, logprobs, finish_reason }
     }
+}
+
+/// The next piece of an answer.
+#[derive(Serialize)]
+struct Choice<D> {
+    index: usize,
+    delta: D,
+    logprobs: Option<Value>,
+    finish_reason: Option<&'static str>,
+}
+
+/// More text of an answer.
+#[derive(Serialize)]
+struct TextDelta<'a> {
+    content: &'a str,
 }
 
 /// The chunks of a streamed answer.
@@ -268,39 +274,46 @@ struct ChatChunks {
 
 impl ChatChunks {
     /// Returns an event. If the last chunk has the numbers of tokens, the others say that they have none.
-    fn data(&self, mut chunk: Value) -> Event {
-        if self.usage {
-            chunk["usage"] = Value::Null;
-        }
-        data(&chunk)
+    fn data(&self, choice: Choice<impl Serialize>, kv: Option<&KvReport>) -> Event {
+        self.with_usage(&[choice], kv, self.usage.then_some(Value::Null))
+    }
+
+    fn with_usage(
+        &self,
+        choices: &[Choice<impl Serialize>],
+        kv: Option<&KvReport>,
+        usage: Option<Value>,
+    ) -> Event {
+        let Form { id, created, model, .. } = &self.form;
+        let object = "chat.completion.chunk";
+        data(&Chunk { id, object, created: *created, model, choices, kv, usage })
     }
 }
 
 impl Chunks for ChatChunks {
     fn begin(&mut self) -> Vec<Event> {
-        let role = |index| self.form.delta(index, &json!({"role": "assistant", "content": ""}), &[], None);
-        (0..self.calls.len()).map(|index| self.data(role(index))).collect()
+        let role = |index| self.form.delta(index, json!({"role": "assistant", "content": ""}), &[], None);
+        (0..self.calls.len()).map(|index| self.data(role(index), None)).collect()
     }
 
     fn event(&mut self, _prompt: usize, event: ReplyEvent) -> Vec<Event> {
         match event {
             ReplyEvent::Piece(piece) => {
-                let delta = json!({"content": piece.text});
-                vec![self.data(self.form.delta(piece.sample, &delta, &piece.tokens, None))]
+                let delta = TextDelta { content: &piece.text };
+                vec![self.data(self.form.delta(piece.sample, delta, &piece.tokens, None), None)]
             }
             ReplyEvent::Call(sample, call) => {
                 let mut call = called(&call);
                 call["index"] = json!(self.calls[sample]);
                 self.calls[sample] += 1;
-                vec![self.data(self.form.delta(sample, &json!({"tool_calls": [call]}), &[], None))]
+                vec![self.data(self.form.delta(sample, json!({"tool_calls": [call]}), &[], None), None)]
             }
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
-                let mut chunk =
-                    self.form.delta(end.sample, &json!({}), &[], Some(finish_reason(&end.reason)));
-                chunk["kv"] = json!(end.report);
+                let choice = self.form.delta(end.sample, json!({}), &[], Some(finish_reason(&end.reason)));
+                let event = self.data(choice, Some(&end.report));
                 self.report = Some(end.report);
-                vec![self.data(chunk)]
+                vec![event]
             }
         }
     }
@@ -309,9 +322,8 @@ impl Chunks for ChatChunks {
         if !self.usage {
             return vec![done()];
         }
-        let mut chunk = self.form.chunk(&json!([]));
-        chunk["usage"] = json!(Usage::of(&self.report, self.tokens));
-        vec![data(&chunk), done()]
+        let usage = Usage::of(&self.report, self.tokens);
+        vec![self.with_usage(&[] as &[Choice<Value>], None, Some(json!(usage))), done()]
     }
 
     fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {

@@ -8,11 +8,12 @@ use axum::response::sse::Event;
 use axum::response::{IntoResponse as _, Response};
 use futures_util::future::try_join_all;
 use kvmodel::Variable;
+use serde::Serialize;
 use serde_json::{Value, json};
 
 use super::fields::{MAX_LOGPROBS, openai_request};
 use super::shape::response_format;
-use super::{Usage, done, finish_reason, refused_stream, respond};
+use super::{Chunk, Usage, done, finish_reason, refused_stream, respond};
 use crate::ask::{Ask, AskedPrompt, Documents};
 use crate::dialect::new_id;
 use crate::dialect::stream::{self, Chunks, data};
@@ -45,7 +46,7 @@ pub(crate) async fn completions(State(service): State<Arc<Service>>, request: Re
     respond(answer(&service, request).await)
 }
 
-async fn answer(service: &Service, request: Request) -> Result<Response, Refusal> {
+async fn answer(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let (owner, mut request): (_, CompletionRequest) = service.read(request).await?;
     let model = service.check_model(request.model.as_deref())?;
     request.check_supported()?;
@@ -155,12 +156,18 @@ struct Form {
 impl Form {
     fn whole(&self, prompts: &[(Vec<WholeSample>, KvReport)]) -> Value {
         let samples = || prompts.iter().flat_map(|(samples, _)| samples);
-        let choice = |(index, sample): (usize, &WholeSample)| {
+        let choices = samples().enumerate().map(|(index, sample)| {
             self.choice(index, &sample.text, &sample.tokens, sample.reason.as_ref(), 0)
-        };
-        let choices: Vec<Value> = samples().enumerate().map(choice).collect();
+        });
+        let choices: Vec<Choice<'_>> = choices.collect();
         let tokens = samples().map(|sample| sample.num_tokens).sum();
-        let mut all = self.object(&json!(choices));
+        let mut all = json!({
+            "id": self.id,
+            "object": OBJECT,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        });
         all["usage"] = json!(Usage::of(prompts.iter().map(|(_, report)| report), tokens));
         all["kv"] = match prompts {
             [(_, report)] => json!(report),
@@ -169,27 +176,29 @@ impl Form {
         all
     }
 
-    fn object(&self, choices: &Value) -> Value {
-        json!({
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        })
-    }
-
-    fn choice(
+    fn choice<'a>(
         &self,
         index: usize,
-        text: &str,
+        text: &'a str,
         tokens: &[ReplyToken],
         reason: Option<&EndReason>,
         offset: usize,
-    ) -> Value {
+    ) -> Choice<'a> {
         let logprobs = self.logprobs.then(|| logprobs(tokens, offset));
-        json!({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason.map(finish_reason)})
+        Choice { index, text, logprobs, finish_reason: reason.map(finish_reason) }
     }
+}
+
+/// The name of the objects of answers and of the chunks of streams.
+const OBJECT: &str = "text_completion";
+
+/// An answer, or its next piece.
+#[derive(Serialize)]
+struct Choice<'a> {
+    index: usize,
+    text: &'a str,
+    logprobs: Option<Value>,
+    finish_reason: Option<&'static str>,
 }
 
 /// The chunks of streamed answers.
@@ -204,11 +213,13 @@ struct CompletionChunks {
 
 impl CompletionChunks {
     /// Returns an event. If the last chunk has the numbers of tokens, the others say that they have none.
-    fn data(&self, mut chunk: Value) -> Event {
-        if self.usage {
-            chunk["usage"] = Value::Null;
-        }
-        data(&chunk)
+    fn data(&self, choices: &[Choice<'_>], kv: Option<&KvReport>) -> Event {
+        self.with_usage(choices, kv, self.usage.then_some(Value::Null))
+    }
+
+    fn with_usage(&self, choices: &[Choice<'_>], kv: Option<&KvReport>, usage: Option<Value>) -> Event {
+        let Form { id, created, model, .. } = &self.form;
+        data(&Chunk { id, object: OBJECT, created: *created, model, choices, kv, usage })
     }
 }
 
@@ -223,19 +234,22 @@ impl Chunks for CompletionChunks {
                 let index = prompt * self.form.samples + piece.sample;
                 let choice = self.form.choice(index, &piece.text, &piece.tokens, None, self.offsets[index]);
                 self.offsets[index] += characters(&piece.tokens);
-                vec![self.data(self.form.object(&json!([choice])))]
+                vec![self.data(&[choice], None)]
             }
             // Texts are asked for without tools.
             ReplyEvent::Call(..) => Vec::new(),
             ReplyEvent::End(end) => {
                 self.tokens += end.tokens;
                 let index = prompt * self.form.samples + end.sample;
-                let mut choice = self.form.choice(index, "", &[], Some(&end.reason), 0);
-                choice["logprobs"] = Value::Null;
-                let mut chunk = self.form.object(&json!([choice]));
-                chunk["kv"] = json!(end.report);
+                let choice = Choice {
+                    index,
+                    text: "",
+                    logprobs: None,
+                    finish_reason: Some(finish_reason(&end.reason)),
+                };
+                let event = self.data(&[choice], Some(&end.report));
                 self.reports[prompt] = Some(end.report);
-                vec![self.data(chunk)]
+                vec![event]
             }
         }
     }
@@ -244,9 +258,8 @@ impl Chunks for CompletionChunks {
         if !self.usage {
             return vec![done()];
         }
-        let mut chunk = self.form.object(&json!([]));
-        chunk["usage"] = json!(Usage::of(self.reports.iter().flatten(), self.tokens));
-        vec![data(&chunk), done()]
+        let usage = Usage::of(self.reports.iter().flatten(), self.tokens);
+        vec![self.with_usage(&[], None, Some(json!(usage))), done()]
     }
 
     fn refused(&mut self, refusal: &Refusal) -> Vec<Event> {

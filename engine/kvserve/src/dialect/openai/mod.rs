@@ -52,6 +52,22 @@ fn done() -> Event {
     Event::default().data("[DONE]")
 }
 
+/// A chunk of a streamed answer. It is written for each token, and therefore without a tree of JSON.
+#[derive(Serialize)]
+struct Chunk<'a, C> {
+    id: &'a str,
+    object: &'static str,
+    created: u64,
+    model: &'a str,
+    choices: &'a [C],
+    /// The report of a sample that has ended.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kv: Option<&'a KvReport>,
+    /// `null` if another chunk of the stream has the numbers of tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    usage: Option<Value>,
+}
+
 /// The numbers of tokens of a request.
 #[derive(Debug, Serialize)]
 struct Usage {

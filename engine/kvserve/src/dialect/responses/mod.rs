@@ -87,7 +87,7 @@ pub(crate) async fn responses(State(service): State<Arc<Service>>, request: Requ
     respond(answer(&service, request).await)
 }
 
-async fn answer(service: &Service, request: Request) -> Result<Response, Refusal> {
+async fn answer(service: &Arc<Service>, request: Request) -> Result<Response, Refusal> {
     let (owner, request): (_, ResponsesRequest) = service.read(request).await?;
     let model = service.check_model(request.model.as_deref())?;
     request.check_supported()?;
