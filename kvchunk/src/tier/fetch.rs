@@ -11,7 +11,7 @@ use kvtier::{Found, Loading, RecordId, RecordNote};
 use parking_lot::Mutex;
 
 use super::early::Early;
-use super::patience::{Awaited, gives_up};
+use super::patience::{Awaited, MOST_LOST, gives_up};
 use super::staging::Staged;
 use super::{LoadRule, MissReason, TierLink};
 use crate::metrics::LatencyHistogram;
@@ -34,8 +34,9 @@ pub enum BeganFetch {
     Nothing(TierFetch),
     /// The records are being loaded.
     Loading(TierFetch),
-    /// Other requests are loading some of the records, or use all memory for loads. Try again later.
-    Later,
+    /// Other requests are loading some of the records, or use all memory for loads. Try again later, for at most this
+    /// long in all: then the prompt is computed sooner.
+    Later(Duration),
 }
 
 /// The records that a prompt needs, as they arrive from a disk.
@@ -97,7 +98,7 @@ impl TierLink {
             let keys = listed.iter().map(|(id, _)| id.key).collect();
             staged = self.staging.take(keys, bytes);
             if staged.is_none() {
-                return BeganFetch::Later;
+                return BeganFetch::Later(self.patience(bytes, cost));
             }
         }
         // Misses are counted once, when the attempt is not repeated.
@@ -124,6 +125,20 @@ impl TierLink {
     /// Returns the time to compute a record, or `None` if it is not known.
     fn cost_of(&self, id: &RecordId, note: RecordNote) -> Option<Duration> {
         Some(self.prefill.cost_now(id.tokens.len(), note.cost)).filter(|cost| !cost.is_zero())
+    }
+
+    /// Returns how long a prompt may wait until it can load `bytes` that take `cost` to compute: as long as the disk
+    /// should take for them and for all that others load, or as long as they take to compute if that is shorter, and
+    /// a little longer.
+    fn patience(&self, bytes: usize, cost: Option<Duration>) -> Duration {
+        match (self.rule, cost) {
+            (LoadRule::Always(limit), _) => limit,
+            (LoadRule::IfFaster, None) => super::PATIENCE,
+            (LoadRule::IfFaster, Some(cost)) => {
+                let expected = self.slab.expected(bytes + self.staging.bytes());
+                expected.unwrap_or_default().min(cost) + cost.mul_f64(MOST_LOST)
+            }
+        }
     }
 
     /// Returns whether computing is expected to end before the disk has read `bytes`, and the disk need not be

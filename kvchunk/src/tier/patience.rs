@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 /// The part of the time to compute everything that a request may lose by waiting for a disk.
-const MOST_LOST: f64 = 0.05;
+pub(super) const MOST_LOST: f64 = 0.05;
 
 /// A record that the disk has not delivered.
 #[derive(Debug, Clone, Copy, PartialEq)]

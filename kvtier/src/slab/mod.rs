@@ -132,8 +132,8 @@ pub struct Slab {
 struct Lock(Option<fs::File>);
 
 impl Drop for Lock {
-    /// Unlocks the file. Closing it is not enough: a process that is starting holds a copy of the descriptor, and with
-    /// it the lock, until it runs its program.
+    /// Unlocks the file, also if another process has a copy of the descriptor. Closing it is not enough: a process that
+    /// is starting has such a copy, and with it the lock, until it runs its program.
     fn drop(&mut self) {
         // A file that cannot be unlocked is unlocked when it is closed.
         let _ = self.0.as_ref().map(fs::File::unlock);
@@ -198,7 +198,7 @@ impl Slab {
     ///   does not answer within [`SlabConfig::write_deadline`], or if [`SlabConfig::io`] is a way of I/O that cannot be used here.
     pub fn open(folder: &Path, scope: BlockKey, config: SlabConfig) -> Result<Self> {
         let (io, lock) = open::files_within(folder, config)?;
-        Self::over(Box::new(io), &folder.join(Self::FILE), scope, config, Some(lock))
+        Self::over_locked(Box::new(io), &folder.join(Self::FILE), scope, config, lock)
     }
 
     /// Opens or creates a slab in an open file, as [`open`](Self::open) does. Errors contain `path`. `lock` is
@@ -213,7 +213,17 @@ impl Slab {
         config: SlabConfig,
         lock: Option<fs::File>,
     ) -> Result<Self> {
-        let lock = Arc::new(Lock(lock));
+        Self::over_locked(io, path, scope, config, Lock(lock))
+    }
+
+    fn over_locked(
+        io: Box<dyn DiskIo>,
+        path: &Path,
+        scope: BlockKey,
+        config: SlabConfig,
+        lock: Lock,
+    ) -> Result<Self> {
+        let lock = Arc::new(lock);
         let io = Arc::new(Watched::new(io));
         let (geometry, state) = open::open_within(&io, path, scope, config, &lock)?;
         let shared = Arc::new(Shared {

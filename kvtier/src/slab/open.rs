@@ -1,7 +1,7 @@
 //! Opens a slab's file: reads the newest checkpoint, and finds the records that were written after it.
 
 use std::collections::HashSet;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
@@ -22,7 +22,7 @@ const HEADERS: usize = 256;
 
 /// Opens or creates the files of a folder: that of the records, and the lock, which it takes. If the system has not
 /// answered at the deadline, gives up: a thread closes the files when it has.
-pub(super) fn files_within(folder: &Path, config: SlabConfig) -> Result<(FileIo, File)> {
+pub(super) fn files_within(folder: &Path, config: SlabConfig) -> Result<(FileIo, Lock)> {
     let (since, name) = (Instant::now(), folder.to_owned());
     let left = || config.write_deadline.saturating_sub(since.elapsed());
     within("cannot open", folder, left, move || {
@@ -38,7 +38,7 @@ pub(super) fn files_within(folder: &Path, config: SlabConfig) -> Result<(FileIo,
 }
 
 /// Locks the folder for this process, by a file of its own.
-fn lock(folder: &Path) -> Result<File> {
+fn lock(folder: &Path) -> Result<Lock> {
     let path = folder.join("lock");
     // Opening a pipe would wait for its reader.
     if fs::metadata(&path).is_ok_and(|data| !data.is_file()) {
@@ -47,7 +47,7 @@ fn lock(folder: &Path) -> Result<File> {
     let file = fs::OpenOptions::new().write(true).create(true).truncate(false).open(&path);
     let file = file.map_err(Error::at("cannot open", &path))?;
     match file.try_lock() {
-        Ok(()) => Ok(file),
+        Ok(()) => Ok(Lock(Some(file))),
         Err(fs::TryLockError::WouldBlock) => Err(Error::InUse { path: folder.to_owned() }),
         Err(fs::TryLockError::Error(error)) => Err(Error::at("cannot lock", &path)(error)),
     }

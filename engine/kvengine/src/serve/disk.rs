@@ -4,10 +4,11 @@
 //! ```text
 //!   waiting: Open ──► Running ──► over ──► admitted ──► Done        preempted: Open again
 //!              │         └─► a few records have arrived: written to the caches
-//!              └─► nothing on the disk ─────► admitted ──► Done
+//!              ├─► nothing on the disk ─────► admitted ──► Done
+//!              └─► Later: others load the same records ──► Open, or too late: Done
 //! ```
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvchunk::{BeganFetch, TierFetch, TierLink};
 use kvcore::{BlockKey, KvPool, SharedBlocks};
@@ -23,9 +24,11 @@ const TRIES: usize = 8;
 /// The state of a request's loads from a disk.
 #[derive(Debug, Default)]
 pub(super) enum DiskFetch {
-    /// Not begun, or to be tried again.
+    /// Not begun.
     #[default]
     Open,
+    /// Not begun, because others load the same records or too much, and to be tried again until this time.
+    Later(Instant),
     /// The records are being loaded, or have been loaded and are not used yet.
     Running(Box<TierFetch>),
     /// The request has used what was on the disk.
@@ -45,22 +48,28 @@ impl Scheduler {
     /// Starts the loads of waiting requests, in the order of service.
     pub(super) fn fetch(&mut self, runner: &Runner) {
         let Some(tier) = &runner.tier else { return };
-        let open = |live: &&mut LiveRequest| matches!(live.fetch, DiskFetch::Open);
-        let mut later = 0;
-        for live in self.waiting.values_mut().filter(open) {
-            match live.begin_fetch(runner, tier) {
+        let (mut tries, now) = (0, Instant::now());
+        for live in self.waiting.values_mut() {
+            let until = match live.fetch {
+                DiskFetch::Open => None,
+                DiskFetch::Later(until) if now >= until => {
+                    live.fetch = DiskFetch::Done;
+                    continue;
+                }
+                // The ones behind it may have nothing on the disk.
+                DiskFetch::Later(_) if tries == TRIES => continue,
+                DiskFetch::Later(until) => Some(until),
+                DiskFetch::Running(_) | DiskFetch::Done => continue,
+            };
+            tries += usize::from(until.is_some());
+            live.fetch = match live.begin_fetch(runner, tier) {
                 Ok(Some(BeganFetch::Loading(fetch) | BeganFetch::Nothing(fetch))) => {
-                    live.fetch = DiskFetch::Running(Box::new(fetch));
+                    DiskFetch::Running(Box::new(fetch))
                 }
-                Ok(Some(BeganFetch::Later)) => {
-                    later += 1;
-                    if later == TRIES {
-                        return;
-                    }
-                }
+                Ok(Some(BeganFetch::Later(patience))) => DiskFetch::Later(until.unwrap_or(now + patience)),
                 // The lookup reports what is wrong with the request.
-                Ok(None) | Err(_) => live.fetch = DiskFetch::Done,
-            }
+                Ok(None) | Err(_) => DiskFetch::Done,
+            };
         }
     }
 
@@ -88,7 +97,7 @@ impl LiveRequest {
     /// Returns true if the request should not be admitted yet, because it is loading from a disk or will.
     pub(super) fn is_loading(&self, runner: &Runner) -> bool {
         match &self.fetch {
-            DiskFetch::Open => runner.tier.is_some(),
+            DiskFetch::Open | DiskFetch::Later(_) => runner.tier.is_some(),
             DiskFetch::Running(fetch) => !fetch.is_over(),
             DiskFetch::Done => false,
         }

@@ -114,7 +114,7 @@ impl LiveRequest {
         let found = pool.blocks().cached_prefix(&chain.keys);
         let of_disk = |key| match &self.fetch {
             DiskFetch::Running(fetch) => fetch.reason(key),
-            DiskFetch::Open | DiskFetch::Done => None,
+            DiskFetch::Open | DiskFetch::Later(_) | DiskFetch::Done => None,
         };
         let why = |key| of_disk(key).unwrap_or_else(|| known.why_missing(&chain, found));
         let missed = chain.keys.get(found).map(why);

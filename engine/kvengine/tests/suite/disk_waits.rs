@@ -251,6 +251,33 @@ fn requests_for_the_same_records_load_them_once() {
 }
 
 #[test]
+fn requests_behind_the_loads_of_others_wait_no_longer_than_their_own_may() {
+    let (folder, prompt, expected) = saved();
+    let limit = Duration::from_millis(300);
+    let (mut engine, held) = started(folder.path(), LoadRule::Always(limit));
+    let records = engine.disk().unwrap().usage().records;
+    held.hang();
+    // More than are tried again in a step, and a request of which nothing is on the disk behind them.
+    let asked: Vec<Request> =
+        (0..10).map(|_| request(PromptTokens::Chunked(prompt.clone()))).chain([plain()]).collect();
+    let mut answers: Vec<_> = asked.iter().map(|asked| engine.submit(asked.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = asked.iter().map(Read::new).collect();
+    let mut first = None;
+    while reads.iter().any(|read| read.ends[0].is_none()) {
+        engine.step().unwrap();
+        answers.iter_mut().zip(&mut reads).for_each(|(answer, read)| read.take(answer));
+        first = first.or_else(|| reads.iter().position(|read| read.ends[0].is_some()));
+    }
+    assert_eq!(first, Some(10), "what is not on the disk waits for nobody");
+    assert!(reads[..10].iter().all(|read| read.ends[0].as_ref().unwrap().tokens == expected.tokens));
+    // One at most begins its load between the end of the first one's and its own.
+    let late = engine.disk().unwrap().usage().deadline_exceeded as usize;
+    assert!(late <= 2 * records, "{late} loads of {records} records were late");
+    held.fail();
+    engine.check_invariants().unwrap();
+}
+
+#[test]
 fn ordinary_prompts_are_found_after_a_restart_with_their_answers() {
     let folder = tempfile::tempdir().unwrap();
     let prompt: Vec<u32> = (0..30).map(|i| 3 + i * 7 % 40).collect();

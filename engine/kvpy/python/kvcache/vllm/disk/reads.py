@@ -19,7 +19,10 @@ from typing import Any, Generic, Protocol, TypeVar
 MOST_LOST = 0.05
 """The part of the time to compute what it lacks that a request may lose by waiting for a disk."""
 LEAST_LOST = 0.05
-"""The number of seconds that it may lose in any case, because short waits of a busy process say nothing about a disk."""
+"""The number of seconds that it may lose where that is a small part of the time, because short waits of a busy process say
+nothing about a disk."""
+SMALL_PART = 0.1
+"""The part of the time to compute what it lacks that is small."""
 TRIED = 16
 """One of so many loads is tried although computing was expected to be faster, because the disk may have become faster."""
 MOST_LOADING = 64 << 20
@@ -72,7 +75,7 @@ class Fetching(Generic[L]):
         self.arrived: list[L] = []
         """The records that have been read and are being taken."""
         self.since = since
-        self.may_lose = max(MOST_LOST * whole, LEAST_LOST)
+        self.may_lose = max(MOST_LOST * whole, min(LEAST_LOST, SMALL_PART * whole))
         """The number of seconds that the request may lose by waiting, beyond those that loads save. ``whole`` is what it
         takes to compute everything that the request lacks."""
         self.cost = self.left()
