@@ -42,13 +42,13 @@ def load(host: Offloading, keys: list[bytes] = KEYS) -> tuple[int, float]:
 
 def test_blocks_that_are_computed_sooner_are_not_loaded(disk: Disk) -> None:
     host = disk.start()
-    computed(host, KEYS, 0.001)
+    computed(host, KEYS, 2.0)
     slab = host.tier._slab
     assert load(host)[0] == 40, "the disk has read nothing yet, so it is tried"
     hits = slab.usage()["hits"]
 
     class Slow:
-        expected = staticmethod(lambda size: 1.0)
+        expected = staticmethod(lambda size: 10.0)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(slab, name)
@@ -67,11 +67,11 @@ def test_blocks_that_are_computed_sooner_are_not_loaded(disk: Disk) -> None:
 @pytest.mark.parametrize(("loads", "found"), [("if-faster", 0), ("always", 40)])
 def test_everything_is_loaded_on_request(disk: Disk, loads: str, found: int) -> None:
     host = disk.start(loads=loads)
-    computed(host, KEYS, 0.001)
+    computed(host, KEYS, 2.0)
     assert load(host)[0] == 40
     slab = host.tier._slab
     host.tier._slab = host.tier._jobs.slab = SimpleNamespace(**{name: getattr(slab, name) for name in dir(slab) if name[0] != "_"})
-    host.tier._slab.expected = lambda size: 1.0
+    host.tier._slab.expected = lambda size: 10.0
     assert load(host)[0] == found
 
 
