@@ -91,8 +91,8 @@ mod tests {
     fn only_what_keys_depend_on_is_kept_of_a_request() {
         let prompt = ChunkedPrompt::new(vec![1, 2], vec![vec![3], vec![4, 5]], vec![6, 7]).unwrap();
         let prompt = prompt.with_decoys([vec![8]].into()).unwrap();
-        let (grammar, bias): (Arc<dyn AnswerConstraint>, Arc<[(u32, f32)]>) =
-            (Arc::new(Grammar), [(1, 2.0)].into());
+        let grammar: Arc<dyn AnswerConstraint> = Arc::new(Grammar);
+        let bias: Arc<[(u32, f32)]> = [(1, 2.0)].into();
         let request = Request {
             tenant: Some("alice".to_owned()),
             constraint: Some(Arc::clone(&grammar)),
