@@ -100,6 +100,7 @@ class OpenAi:
         same(first.choices[0].finish_reason, "stop", "the end")
         self.asked.tokens = sum(part["tokens"] for part in first.model_extra["kv"]["parts"])
         again = self.client.chat.completions.create(**self.settings(2))
+        same(again.choices[0].message.content, self.asked.answer, "the answer with the documents in another order")
         sources = {part["source"] for part in again.model_extra["kv"]["parts"]}
         same(sources, {"cache"}, "where documents come from")
         at_least(again.usage.prompt_tokens_details.cached_tokens, self.asked.tokens, "cached tokens")
@@ -281,6 +282,7 @@ class LangChain:
         answer = self.model(0).invoke(self.messages)
         same(answer.content, self.asked.answer, "the answer")
         again = self.model(3).invoke(self.messages)
+        same(again.content, self.asked.answer, "the answer with the documents in another order")
         at_least(again.usage_metadata["input_token_details"]["cache_read"], self.asked.tokens, "cached tokens")
         same("".join(chunk.content for chunk in self.model(1).stream(self.messages)), self.asked.answer, "the stream")
         same({one.content for one in self.model(2).batch([self.messages] * 6)}, {self.asked.answer}, "a batch")

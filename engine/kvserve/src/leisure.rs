@@ -27,6 +27,8 @@ pub(crate) struct LeisureJob {
     pub(crate) tenant: Option<Arc<str>>,
     pub(crate) id: String,
     pub(crate) system: String,
+    /// The text of the registration, which is over if the document has another one, even an equal one.
+    pub(crate) text: Arc<str>,
 }
 
 /// The documents that wait, in the order of their registration.
@@ -39,8 +41,8 @@ pub(crate) type Place = (Option<Arc<str>>, String);
 #[derive(Debug, Default)]
 struct Queue {
     places: VecDeque<Place>,
-    /// The system prompts of the documents in the queue.
-    systems: HashMap<Place, String>,
+    /// The system prompts and the texts of the documents in the queue.
+    waiting: HashMap<Place, (String, Arc<str>)>,
     bytes: usize,
     /// True while a task works on the queue.
     is_worked_on: bool,
@@ -81,15 +83,24 @@ impl Leisure {
 
     /// Adds a job. A job for the same document that waits is replaced. Returns true if the caller must work on the queue.
     fn add(&self, job: LeisureJob) -> bool {
-        let LeisureJob { tenant, id, system } = job;
+        let LeisureJob { tenant, id, system, text } = job;
         let (place, bytes) = ((tenant, id), system.len());
         let mut queue = self.0.lock();
         queue.bytes += bytes;
-        match queue.systems.insert(place.clone(), system) {
-            Some(old) => queue.bytes -= old.len(),
+        match queue.waiting.insert(place.clone(), (system, text)) {
+            Some((old, _)) => queue.bytes -= old.len(),
             None => queue.places.push_back(place),
         }
         !std::mem::replace(&mut queue.is_worked_on, true)
+    }
+
+    /// Removes the job for a document, if it waits.
+    pub(crate) fn remove(&self, place: &Place) {
+        let mut queue = self.0.lock();
+        if let Some((system, _)) = queue.waiting.remove(place) {
+            queue.bytes -= system.len();
+            queue.places.retain(|other| other != place);
+        }
     }
 
     /// Takes the next job, which the caller computes.
@@ -98,11 +109,11 @@ impl Leisure {
         if queue.pauses > 0 {
             return Next::Wait;
         }
-        let taken = queue.places.pop_front().and_then(|place| queue.systems.remove_entry(&place));
+        let taken = queue.places.pop_front().and_then(|place| queue.waiting.remove_entry(&place));
         (queue.is_worked_on, queue.is_computing) = (taken.is_some(), taken.is_some());
-        let Some(((tenant, id), system)) = taken else { return Next::End };
+        let Some(((tenant, id), (system, text))) = taken else { return Next::End };
         queue.bytes -= system.len();
-        Next::Compute(LeisureJob { tenant, id, system })
+        Next::Compute(LeisureJob { tenant, id, system, text })
     }
 
     /// Ends the computing of a document.
@@ -170,6 +181,7 @@ mod tests {
             tenant: None,
             id: id.to_owned(),
             system: system.to_owned(),
+            text: "text".into(),
         };
         assert!(leisure.add(job("a", "one")) && !leisure.add(job("b", "two")));
         assert!(!leisure.add(job("a", "three")));
@@ -177,6 +189,9 @@ mod tests {
         assert!(!leisure.add(other.clone()));
         leisure.check(&"a".repeat(MOST - 20)).unwrap();
         assert_eq!(leisure.check(&"a".repeat(MOST)).unwrap_err().kind, Kind::Overloaded);
+        assert!(!leisure.add(job("c", "five")));
+        leisure.remove(&(None, "c".to_owned()));
+        leisure.remove(&(None, "c".to_owned()));
         leisure.0.lock().pauses = 1;
         assert_eq!(leisure.take(), Next::Wait);
         leisure.resume();

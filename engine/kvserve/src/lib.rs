@@ -43,6 +43,7 @@
 #![forbid(unsafe_code)]
 
 mod ask;
+mod beginning;
 mod body;
 mod body_memory;
 mod calls;

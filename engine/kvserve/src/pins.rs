@@ -1,15 +1,16 @@
 //! Registered documents whose keys and values stay in memory as long as the documents are registered.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvchunk::ChunkedPrompt;
-use kvengine::{Engine, PinnedPrompt, PoolTag, PromptTokens, Request};
+use kvengine::{Engine, PinnedPrompt, PoolTag, Request};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tracing::{debug, info};
 
+use crate::beginning::{Beginning, chunked, only_keys};
 use crate::leisure::{LeisureJob, Place};
 use crate::prompt::PartName;
 use crate::refusal::Refusal;
@@ -29,28 +30,44 @@ pub(crate) struct Pins {
 #[derive(Debug, Default)]
 struct Pinned {
     documents: BTreeMap<Place, Pin>,
-    /// The number of the next pin.
+    /// The number of the next pin or use.
     next: u64,
     is_asleep: bool,
 }
 
-/// A document that was computed behind a system prompt.
+/// A document that was computed behind the beginning of a prompt.
 #[derive(Debug)]
 struct Pin {
     number: u64,
-    copy: DocumentCopy,
+    /// The number of the last use.
+    used: u64,
+    /// The text that was registered, by which a registration is recognised.
+    text: Arc<str>,
+    /// The system prompt with which the document was registered. `None` for the beginning of a prompt that contained it.
+    system: Option<String>,
+    beginning: Arc<Beginning>,
+    tokens: Vec<u32>,
     /// `None` while the caches are asleep.
     claim: Option<PinnedPrompt>,
 }
 
-/// A document with the beginning behind which it was computed.
+/// Documents of a prompt that are to be pinned.
 #[derive(Debug)]
-pub(crate) struct DocumentCopy {
+pub(crate) struct Copies {
+    /// A request for the prompt, which the engine has computed.
+    request: Request,
+    /// The system prompt with which the documents were registered. `None` for the beginning of a prompt that contained them.
+    system: Option<String>,
+    documents: Vec<Copied>,
+}
+
+/// A document of a prompt.
+#[derive(Debug)]
+pub(crate) struct Copied {
+    pub(crate) place: Place,
     pub(crate) text: Arc<str>,
-    /// The system prompt with which the document was registered. `None` for the beginning of a prompt that contained it.
-    pub(crate) system: Option<String>,
-    /// A request whose only document it is.
-    pub(crate) request: Request,
+    /// The index of its chunk in the prompt.
+    pub(crate) chunk: usize,
 }
 
 /// The time for which a pin stays.
@@ -60,6 +77,35 @@ enum TimeLeft {
     /// Until the document is removed.
     Unlimited,
     Limited(Duration),
+}
+
+impl Copies {
+    /// Creates a list of documents of one tenant in the prompt of a request, of which they keep the tokens and the settings
+    /// that keys depend on.
+    pub(crate) fn new(request: &Request, system: Option<String>, documents: Vec<Copied>) -> Self {
+        Self { request: only_keys(request, Arc::clone(&request.prompt)), system, documents }
+    }
+
+    /// Returns the pins of the documents, with the claims on the chunks of the prompt.
+    fn pins(self, claims: Vec<PinnedPrompt>) -> Vec<(Place, Pin)> {
+        let Some(prompt) = chunked(&self.request) else { return Vec::new() };
+        let Some(beginning) = Beginning::of(&self.request).map(Arc::new) else { return Vec::new() };
+        let mut claims: Vec<_> = claims.into_iter().map(Some).collect();
+        let pin = |copied: Copied| {
+            let claim = claims.get_mut(copied.chunk).and_then(Option::take);
+            let pin = Pin {
+                number: 0,
+                used: 0,
+                text: copied.text,
+                system: self.system.clone(),
+                beginning: Arc::clone(&beginning),
+                tokens: prompt.chunks().get(copied.chunk)?.clone(),
+                claim: claim.filter(|claim| claim.document_tokens() > 0),
+            };
+            Some((copied.place, pin))
+        };
+        self.documents.into_iter().filter_map(pin).collect()
+    }
 }
 
 impl Pins {
@@ -74,41 +120,60 @@ impl Pins {
         all.documents.get(&(tenant.cloned(), id.to_owned())).is_some_and(|pin| pin.claim.is_some())
     }
 
-    /// Pins a copy of a document, in place of an earlier one. Returns the number of the pin if it is a new one. Pins nothing
-    /// if the document is not in the cache, or if its tenant has pinned as much as it may. Runs on the engine's thread, so
-    /// that the caches do not fall asleep in between.
-    fn add(&self, engine: &Engine, place: Place, copy: DocumentCopy) -> kvengine::Result<Option<u64>> {
-        let claim = claim(engine, &copy.request)?;
-        let mut all = self.all.lock();
-        // The copy of a prompt is in the cache now, or soon computed by another prompt.
-        if claim.is_none() && (copy.system.is_none() || !all.is_asleep) {
-            return Ok(None);
-        }
-        let old = all.documents.get(&place);
-        if copy.system.is_none() && old.is_some_and(|pin| pin.copy.system.is_some()) {
-            return Ok(None);
-        }
-        if !all.make_room(&place, blocks(claim.as_ref()), copy.system.is_some(), self.most) {
-            debug!(id = place.1, "not pinned, because its tenant has pinned as much as it may");
-            return Ok(None);
-        }
-        let old = all.documents.get(&place).filter(|pin| pin.copy.text == copy.text).map(|pin| pin.number);
-        let number = old.unwrap_or(all.next);
-        all.next = all.next.max(number + 1);
-        all.documents.insert(place, Pin { number, copy, claim });
-        // The pin that it replaces is already unpinned in time.
-        Ok(old.is_none().then_some(number))
+    /// Pins documents of a prompt, in place of earlier copies. Returns the places and numbers of the new pins. Pins no
+    /// document that is not in the cache, nor more than the tenant may pin. Runs on the engine's thread, so that the
+    /// caches do not fall asleep in between.
+    fn add(&self, engine: &Engine, copies: Copies) -> kvengine::Result<Vec<(Place, u64)>> {
+        let pins = {
+            // The system prompt is soon computed again, and its blocks are those of all requests.
+            let claims = engine.pin(&copies.request)?.into_documents();
+            copies.pins(claims)
+        };
+        Ok(self.all.lock().add(pins, self.most))
     }
 
-    /// Returns whether a document should be pinned as it stands in a prompt behind the tokens `before`, where it takes so
-    /// many blocks.
-    fn wants(&self, place: &Place, before: &[u32], blocks: usize) -> bool {
-        let all = self.all.lock();
-        let is_there = |pin: &Pin| {
-            let same = chunked(&pin.copy.request).is_some_and(|prompt| prompt.system() == before);
-            pin.copy.system.is_some() || (same && pin.claim.is_some())
+    /// Returns those documents that should be pinned as they stand in a prompt behind the tokens `before`, where each takes
+    /// so many blocks. Notes the use of those that are pinned there. All are a tenant's, and have room together.
+    fn wanted(
+        &self,
+        tenant: Option<&Arc<str>>,
+        before: &[u32],
+        documents: Vec<(Copied, usize)>,
+    ) -> Vec<Copied> {
+        let mut all = self.all.lock();
+        let used = all.count();
+        let with_system = all.of_tenant(tenant).filter(|(_, pin)| pin.system.is_some());
+        let taken: usize = with_system.map(|(_, pin)| pin.blocks()).sum();
+        let mut room = self.most.saturating_sub(taken);
+        // Documents of a prompt have the same beginning, which may be long.
+        let mut is_same: HashMap<*const Beginning, bool> = HashMap::new();
+        let mut seen = BTreeSet::new();
+        let mut missing = Vec::new();
+        for (copied, blocks) in documents {
+            if !seen.insert(copied.place.clone()) {
+                continue;
+            }
+            match all.documents.get_mut(&copied.place) {
+                Some(pin) if pin.system.is_some() => {}
+                Some(pin)
+                    if pin.claim.is_some()
+                        && Arc::ptr_eq(&pin.text, &copied.text)
+                        && *is_same
+                            .entry(Arc::as_ptr(&pin.beginning))
+                            .or_insert_with(|| pin.beginning.tokens() == before) =>
+                {
+                    pin.used = used;
+                    room = room.saturating_sub(pin.blocks());
+                }
+                _ => missing.push((copied, blocks)),
+            }
+        }
+        let mut fits = |blocks: usize| {
+            let left = room.checked_sub(blocks);
+            room = left.unwrap_or(room);
+            left.is_some()
         };
-        !all.documents.get(place).is_some_and(is_there) && all.used_beside(place, false) + blocks <= self.most
+        missing.into_iter().filter_map(|(copied, blocks)| fits(blocks).then_some(copied)).collect()
     }
 
     /// Lets a document be evicted.
@@ -135,7 +200,7 @@ impl Pins {
         let slept = sleep(engine);
         all.is_asleep = engine.is_sleeping(PoolTag::ChunkCache);
         if slept.is_err() {
-            all.claim_again(engine);
+            all.claim_again(engine, self.most);
         }
         slept
     }
@@ -144,7 +209,7 @@ impl Pins {
     pub(crate) fn woken(&self, engine: &Engine) -> Vec<LeisureJob> {
         let mut all = self.all.lock();
         all.is_asleep = engine.is_sleeping(PoolTag::ChunkCache);
-        all.claim_again(engine);
+        all.claim_again(engine, self.most);
         all.take_lost()
     }
 
@@ -159,36 +224,95 @@ impl Pins {
     }
 }
 
+impl Pin {
+    fn blocks(&self) -> usize {
+        self.claim.as_ref().map_or(0, PinnedPrompt::document_blocks)
+    }
+}
+
 impl Pinned {
-    /// Returns the number of blocks that a tenant has pinned for other documents, or for those alone that were registered
-    /// with a system prompt.
-    fn used_beside(&self, place: &Place, with_system: bool) -> usize {
-        let others = self.documents.iter().filter(|(other, _)| other.0 == place.0 && other.1 != place.1);
-        let counted = others.filter(|(_, pin)| !with_system || pin.copy.system.is_some());
-        counted.map(|(_, pin)| blocks(pin.claim.as_ref())).sum()
+    /// Returns the next number.
+    fn count(&mut self) -> u64 {
+        self.next += 1;
+        self.next
     }
 
-    /// Makes room for a document, so that its tenant has pinned at most `most` blocks. Documents without a system prompt
-    /// give way to one with a system prompt, those first that were pinned first. Returns false if there is no room.
+    /// Returns the pins of a tenant.
+    fn of_tenant(&self, tenant: Option<&Arc<str>>) -> impl Iterator<Item = (&Place, &Pin)> {
+        let first = (tenant.cloned(), String::new());
+        self.documents.range(first..).take_while(move |(place, _)| place.0.as_ref() == tenant)
+    }
+
+    /// Adds pins of one tenant, in place of earlier ones, up to `most` blocks of the tenant. Documents without a system
+    /// prompt give way, those first whose last use is longest ago. Returns the places and numbers of the pins whose
+    /// documents had none.
     // Decision: docs/decisions/serve.md#a-document-without-a-system-prompt-is-pinned-where-it-was-used-last
-    fn make_room(&mut self, place: &Place, blocks: usize, with_system: bool, most: usize) -> bool {
-        if self.used_beside(place, with_system) + blocks > most {
-            return false;
+    fn add(&mut self, mut pins: Vec<(Place, Pin)>, most: usize) -> Vec<(Place, u64)> {
+        pins.retain(|(place, pin)| {
+            // The copy of a prompt is in the cache now, or soon computed by another prompt.
+            let is_there = pin.claim.is_some() || (pin.system.is_some() && self.is_asleep);
+            let old = self.documents.get(place);
+            is_there && (pin.system.is_some() || old.is_none_or(|old| old.system.is_none()))
+        });
+        let Some(((tenant, _), _)) = pins.first() else { return Vec::new() };
+        let replaced: BTreeSet<&Place> = pins.iter().map(|(place, _)| place).collect();
+        let others = self.of_tenant(tenant.as_ref()).filter(|(place, _)| !replaced.contains(place));
+        let (staying, mut going): (Vec<_>, Vec<_>) = others.partition(|(_, pin)| pin.system.is_some());
+        let blocks = |pins: &[(&Place, &Pin)]| pins.iter().map(|(_, pin)| pin.blocks()).sum::<usize>();
+        let (mut taken, mut room) = (blocks(&going), most.saturating_sub(blocks(&staying)));
+        going.sort_unstable_by_key(|(_, pin)| pin.used);
+        let going: Vec<_> = going.into_iter().map(|(place, pin)| (place.clone(), pin.blocks())).collect();
+        let (used, mut added) = (self.count(), Vec::new());
+        for (place, mut pin) in pins {
+            let old = self.documents.remove(&place).filter(|old| Arc::ptr_eq(&old.text, &pin.text));
+            if pin.blocks() > room {
+                debug!(id = place.1, "not pinned, because its tenant has pinned as much as it may");
+                continue;
+            }
+            room -= pin.blocks();
+            pin.used = used;
+            // The pin that it replaces is already unpinned in time.
+            pin.number = old.as_ref().map_or_else(|| self.count(), |old| old.number);
+            if old.is_none() {
+                added.push((place.clone(), pin.number));
+            }
+            self.documents.insert(place, pin);
         }
-        while self.used_beside(place, false) + blocks > most {
-            let gives_way = |(other, pin): &(&Place, &Pin)| {
-                other.0 == place.0 && *other != place && pin.copy.system.is_none()
-            };
-            let first = self.documents.iter().filter(gives_way).min_by_key(|(_, pin)| pin.number);
-            let Some(first) = first.map(|(other, _)| other.clone()) else { return false };
-            self.documents.remove(&first);
+        for (place, blocks) in going {
+            if taken <= room {
+                break;
+            }
+            taken -= blocks;
+            self.documents.remove(&place);
         }
-        true
+        added
     }
 
-    fn claim_again(&mut self, engine: &Engine) {
+    /// Claims again what is not claimed, up to `most` blocks of each tenant.
+    fn claim_again(&mut self, engine: &Engine, most: usize) {
+        let mut prompts: HashMap<*const Beginning, Vec<&mut Pin>> = HashMap::new();
         for pin in self.documents.values_mut().filter(|pin| pin.claim.is_none()) {
-            pin.claim = claim(engine, &pin.copy.request).unwrap_or_default();
+            prompts.entry(Arc::as_ptr(&pin.beginning)).or_default().push(pin);
+        }
+        for pins in prompts.into_values() {
+            let Some(beginning) = pins.first().map(|pin| Arc::clone(&pin.beginning)) else { continue };
+            let request = beginning.request(pins.iter().map(|pin| pin.tokens.clone()).collect());
+            let claims = request.and_then(|request| Ok(engine.pin(&request)?.into_documents()));
+            for (pin, claim) in pins.into_iter().zip(claims.unwrap_or_default()) {
+                pin.claim = Some(claim).filter(|claim| claim.document_tokens() > 0);
+            }
+        }
+        // A document that was computed before the caches fell asleep may have been added since.
+        let mut taken: HashMap<Option<Arc<str>>, usize> = HashMap::new();
+        let mut pins: Vec<_> = self.documents.iter_mut().collect();
+        pins.sort_unstable_by_key(|(_, pin)| (pin.system.is_none(), Reverse(pin.used)));
+        for ((tenant, _), pin) in pins {
+            let (taken, blocks) = (taken.entry(tenant.clone()).or_default(), pin.blocks());
+            if *taken + blocks <= most {
+                *taken += blocks;
+            } else {
+                pin.claim = None;
+            }
         }
     }
 
@@ -201,47 +325,21 @@ impl Pinned {
         let all = std::mem::take(&mut self.documents).into_iter();
         let (kept, lost): (BTreeMap<_, _>, BTreeMap<_, _>) = all.partition(|(_, pin)| pin.claim.is_some());
         self.documents = kept;
-        let job =
-            |((tenant, id), pin): (Place, Pin)| Some(LeisureJob { tenant, id, system: pin.copy.system? });
+        let job = |((tenant, id), pin): (Place, Pin)| {
+            Some(LeisureJob { tenant, id, system: pin.system?, text: pin.text })
+        };
         lost.into_iter().filter_map(job).collect()
     }
 }
 
-/// Returns the prompt of a request if it is one in parts.
-fn chunked(request: &Request) -> Option<&ChunkedPrompt> {
-    match &*request.prompt {
-        PromptTokens::Chunked(prompt) => Some(prompt),
-        PromptTokens::Plain(_) => None,
-    }
-}
-
-fn blocks(claim: Option<&PinnedPrompt>) -> usize {
-    claim.map_or(0, PinnedPrompt::document_blocks)
-}
-
-/// Claims the document of a request, if it is in the cache.
-fn claim(engine: &Engine, request: &Request) -> kvengine::Result<Option<PinnedPrompt>> {
-    // The system prompt is soon computed again, and its blocks are those of all requests.
-    let claim = engine.pin(request)?.documents_only();
-    Ok((claim.document_tokens() > 0).then_some(claim))
-}
-
 impl Service {
-    /// Pins copies of documents, each until it is no longer registered with this text.
+    /// Pins documents of a prompt, each until it is no longer registered with this text.
     ///
     /// # Errors
     /// Refuses if the engine does.
-    pub(crate) async fn pin(self: &Arc<Self>, copies: Vec<(Place, DocumentCopy)>) -> Result<(), Refusal> {
+    pub(crate) async fn pin(self: &Arc<Self>, copies: Copies) -> Result<(), Refusal> {
         let service = Arc::clone(self);
-        let add = move |engine: &mut Engine| -> kvengine::Result<Vec<(Place, u64)>> {
-            let mut added = Vec::new();
-            for (place, copy) in copies {
-                if let Some(number) = service.pins.add(engine, place.clone(), copy)? {
-                    added.push((place, number));
-                }
-            }
-            Ok(added)
-        };
+        let add = move |engine: &mut Engine| service.pins.add(engine, copies);
         for (place, number) in self.engine.call(add).await?? {
             debug!(id = place.1, "pinned a registered document");
             self.unpin_in_time(place, number);
@@ -259,22 +357,16 @@ impl Service {
     ) -> Option<oneshot::Sender<()>> {
         let prompt = chunked(request).filter(|_| request.cache_salt.is_none())?;
         let tenant: Option<Arc<str>> = request.tenant.as_deref().map(Into::into);
-        let copy = |((name, tokens), chunk): (&(PartName, usize), &Vec<u32>)| {
+        let copied = |(chunk, (name, tokens)): (usize, &(PartName, usize))| {
             let (text, place) = (Arc::clone(name.registered.as_ref()?), (tenant.clone(), name.id.clone()));
-            if !self.pins.wants(&place, prompt.system(), self.block.of_tokens(*tokens)) {
-                return None;
-            }
-            // Of the question, nothing is pinned.
-            let question = prompt.question().get(..1)?.to_vec();
-            let alone = ChunkedPrompt::new(prompt.system().to_vec(), vec![chunk.clone()], question).ok()?;
-            let alone = alone.with_decoys(Arc::clone(prompt.decoys())).ok()?;
-            let request = Request { prompt: Arc::new(PromptTokens::Chunked(alone)), ..request.clone() };
-            Some((place, DocumentCopy { text, system: None, request }))
+            Some((Copied { place, text, chunk }, self.block.of_tokens(*tokens)))
         };
-        let copies: Vec<_> = documents.iter().zip(prompt.chunks()).filter_map(copy).collect();
-        if copies.is_empty() {
+        let registered = documents.iter().enumerate().filter_map(copied).collect();
+        let wanted = self.pins.wanted(tenant.as_ref(), prompt.system(), registered);
+        if wanted.is_empty() {
             return None;
         }
+        let copies = Copies::new(request, None, wanted);
         let (sender, computed) = oneshot::channel();
         let service = Arc::clone(self);
         tokio::spawn(async move {
@@ -311,7 +403,7 @@ impl Service {
         let Some(document) = library.get(&place.1) else { return TimeLeft::Over };
         let all = self.pins.all.lock();
         let pin = all.documents.get(place);
-        if pin.is_none_or(|pin| pin.number != number || pin.copy.text != document.text) {
+        if pin.is_none_or(|pin| pin.number != number || !Arc::ptr_eq(&pin.text, &document.text)) {
             return TimeLeft::Over;
         }
         let left = document.expires.map(|at| Duration::from_millis(at.saturating_sub(now)));
@@ -340,5 +432,36 @@ impl Service {
     /// Returns whether the caches for documents are asleep, as far as the pins know.
     pub(crate) fn is_asleep(&self) -> bool {
         self.pins.all.lock().is_asleep
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvchunk::ChunkedPrompt;
+    use kvengine::PromptTokens;
+
+    use super::*;
+
+    #[test]
+    fn documents_of_a_prompt_share_its_beginning_and_have_room_together() {
+        let (before, chunks): (Vec<u32>, _) = ((0..10_000).collect(), vec![vec![1, 2]; 50]);
+        let prompt = ChunkedPrompt::new(before.clone(), chunks, vec![3]).unwrap();
+        let request = Request::new(PromptTokens::Chunked(prompt));
+        let pins = Pins::new(40, 2);
+        let copied = |chunk: usize| Copied { place: (None, chunk.to_string()), text: "a".into(), chunk };
+        // The first one stands in the prompt twice.
+        let documents = [0].into_iter().chain(0..50).map(|chunk| (copied(chunk), 3)).collect();
+        let wanted = pins.wanted(None, &before, documents);
+        assert_eq!(wanted.iter().map(|one| one.chunk).collect::<Vec<_>>(), [0, 1, 2], "up to 10 blocks");
+        let copies = Copies::new(&request, None, wanted);
+        assert!(
+            Arc::ptr_eq(&copies.request.prompt, &request.prompt),
+            "tokens are copied before they are pinned"
+        );
+        let all = copies.pins(Vec::new());
+        drop(request);
+        let beginning = Arc::clone(&all[0].1.beginning);
+        assert_eq!((all.len(), beginning.tokens()), (3, before.as_slice()));
+        assert!(all.iter().all(|(_, pin)| Arc::ptr_eq(&pin.beginning, &beginning) && pin.tokens == [1, 2]));
     }
 }

@@ -173,7 +173,8 @@ impl Service {
             }
             self.if_kept(&one, |_| {
                 let (tenant, id) = (one.tenant.clone(), one.id.clone());
-                self.pin_at_leisure([LeisureJob { tenant, id, system: system.as_ref().to_owned() }]);
+                let (system, text) = (system.as_ref().to_owned(), Arc::clone(&one.text));
+                self.pin_at_leisure([LeisureJob { tenant, id, system, text }]);
             });
         }
     }

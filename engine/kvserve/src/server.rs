@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -97,10 +98,16 @@ impl Server {
         let running = engine.scheduling().running;
         let tenants = keys.as_ref().map_or(1, ApiKeys::tenants);
         let guide = Guide::new(of_model.clone());
+        let (workers, started) = (workers(), AtomicUsize::new(0));
+        // The runtime starts its workers first.
+        let thread_name = move || {
+            let is_worker = started.fetch_add(1, Ordering::Relaxed) < workers;
+            if is_worker { "kv-serve" } else { "kv-text" }.to_owned()
+        };
         let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(workers())
+            .worker_threads(workers)
             .max_blocking_threads(TOKENISERS)
-            .thread_name("kv-serve")
+            .thread_name_fn(thread_name)
             .enable_all()
             .build()?;
         let connections = descriptors::for_connections(limits.connections);

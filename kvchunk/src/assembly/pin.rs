@@ -17,7 +17,8 @@ use crate::prompt::ChunkedPrompt;
 #[must_use = "dropping the claim allows the parts to be evicted"]
 pub struct PinnedParts {
     prefixes: Vec<PinnedBlocks>,
-    pieces: Vec<PieceHold>,
+    /// The pieces of each chunk that are stored.
+    chunks: Vec<Vec<PieceHold>>,
 }
 
 impl PinnedParts {
@@ -26,14 +27,15 @@ impl PinnedParts {
         self.prefixes.first().map_or(0, |blocks| blocks.ids().len())
     }
 
-    /// Gives up the claim on the system prompt and the decoys.
-    pub fn without_prefixes(self) -> Self {
-        Self { prefixes: Vec::new(), ..self }
+    /// Returns a claim on each chunk alone, in the prompt's order, and gives up the one on the system prompt and the
+    /// decoys. A claim is empty if nothing of its chunk is stored.
+    pub fn into_chunks(self) -> impl Iterator<Item = Self> {
+        self.chunks.into_iter().map(|pieces| Self { prefixes: Vec::new(), chunks: vec![pieces] })
     }
 
     /// Returns the pieces that are pinned.
-    pub fn pieces(&self) -> &[PieceHold] {
-        &self.pieces
+    pub fn pieces(&self) -> impl Iterator<Item = &PieceHold> {
+        self.chunks.iter().flatten()
     }
 }
 
@@ -44,12 +46,17 @@ impl Assembler<'_> {
     /// Returns the errors of [`assemble`](Self::assemble) about the prompt itself.
     pub fn pin(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Result<PinnedParts> {
         let plan = self.in_slots(prompt, plan.clone())?;
-        let mut pieces = Vec::new();
+        let mut chunks: Vec<Vec<PieceHold>> = Vec::new();
         if let Some(cache) = self.chunks {
-            self.each_piece(prompt, &plan, |_, _, piece| pieces.extend(cache.hold(piece)))?;
+            self.each_piece(prompt, &plan, |_, before, piece| {
+                if before == 0 {
+                    chunks.push(Vec::new());
+                }
+                chunks.iter_mut().last().into_iter().for_each(|chunk| chunk.extend(cache.hold(piece)));
+            })?;
         }
         let pinned = |(keys, _): (Vec<_>, Vec<u32>)| self.main.blocks().lookup_chain(&keys).pin();
         let prefixes = self.prefixes_of(prompt, true)?.into_iter().map(pinned).collect();
-        Ok(PinnedParts { prefixes, pieces })
+        Ok(PinnedParts { prefixes, chunks })
     }
 }

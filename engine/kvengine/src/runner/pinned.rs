@@ -30,13 +30,15 @@ impl PinnedPrompt {
         Self { pinned: Pinned::Parts(parts), block_size }
     }
 
-    /// Gives up the claim on the start of the prompt, and keeps the one on its documents.
-    pub fn documents_only(self) -> Self {
+    /// Returns a claim on each document alone, in the prompt's order, and gives up the one on the start of the prompt. A
+    /// claim is empty if nothing of its document is cached. An ordinary prompt has no documents.
+    pub fn into_documents(self) -> Vec<Self> {
         let parts = match self.pinned {
             Pinned::Start(_) => PinnedParts::default(),
-            Pinned::Parts(parts) => parts.without_prefixes(),
+            Pinned::Parts(parts) => parts,
         };
-        Self { pinned: Pinned::Parts(parts), ..self }
+        let block_size = self.block_size;
+        parts.into_chunks().map(|parts| Self { pinned: Pinned::Parts(parts), block_size }).collect()
     }
 
     /// Returns the number of pinned tokens at the start of the prompt, in whole blocks.
@@ -50,18 +52,19 @@ impl PinnedPrompt {
 
     /// Returns the number of tokens in documents that are pinned.
     pub fn document_tokens(&self) -> usize {
-        self.pieces().iter().map(PieceHold::num_tokens).sum()
+        self.pieces().map(PieceHold::num_tokens).sum()
     }
 
     /// Returns the number of blocks of documents that are pinned.
     pub fn document_blocks(&self) -> usize {
-        self.pieces().iter().map(|piece| piece.block_ids().len()).sum()
+        self.pieces().map(|piece| piece.block_ids().len()).sum()
     }
 
-    fn pieces(&self) -> &[PieceHold] {
-        match &self.pinned {
-            Pinned::Start(_) => &[],
-            Pinned::Parts(parts) => parts.pieces(),
-        }
+    fn pieces(&self) -> impl Iterator<Item = &PieceHold> {
+        let parts = match &self.pinned {
+            Pinned::Start(_) => None,
+            Pinned::Parts(parts) => Some(parts),
+        };
+        parts.into_iter().flat_map(PinnedParts::pieces)
     }
 }

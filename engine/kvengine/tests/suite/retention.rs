@@ -108,4 +108,9 @@ fn pinned_documents_outlive_later_ones_until_their_claim_is_dropped() {
     }
     assert_eq!(found(&mut engine, 1), 0);
     engine.check_invariants().unwrap();
+    let both = ChunkedPrompt::new(vec![1, 2, 3, 4], vec![document(2), document(1)], vec![5, 6]).unwrap();
+    let both = Request::new(PromptTokens::Chunked(both));
+    let claims = engine.pin(&both).unwrap().into_documents();
+    let held: Vec<_> = claims.iter().map(|claim| (claim.tokens(), claim.document_tokens())).collect();
+    assert_eq!(held, [(0, 0), (0, 12)], "the first document has left");
 }

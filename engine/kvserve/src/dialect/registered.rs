@@ -19,7 +19,7 @@ use super::openai::respond;
 use crate::ask::{AnswerSettings, Ask, AskedPrompt, Documents, Owner};
 use crate::journal::{Change, Journal, Registration};
 use crate::leisure::LeisureJob;
-use crate::pins::DocumentCopy;
+use crate::pins::{Copied, Copies};
 use crate::refusal::{Kind, Refusal};
 use crate::service::{Service, unix_time_ms};
 use crate::shape::AnswerShape;
@@ -128,10 +128,11 @@ fn register(
     library.set_costs(&id, DocumentCosts { tokens, kv_bytes: service.kv_bytes(tokens), computed_in });
     let document = library.get(&id).ok_or_else(|| unknown(&id))?;
     // It is pinned again when it has been computed with its new text and system prompt.
-    service.pins.remove(tenant.as_ref(), &id);
+    service.forget_copies(tenant.as_ref(), &id);
+    let text = Arc::clone(&document.text);
     let document = shown(document, service.libraries.now(), false);
     let system = system.filter(|_| service.reuse.is_some());
-    service.pin_at_leisure(system.map(|system| LeisureJob { tenant, id, system }));
+    service.pin_at_leisure(system.map(|system| LeisureJob { tenant, id, system, text }));
     Ok((status, document))
 }
 
@@ -206,7 +207,7 @@ async fn removed(service: &Arc<Service>, id: PathId, request: Request) -> Result
             journal.append(&removed).map_err(|error| Refusal::not_written(&error))?;
         }
         library.lock().remove(&id);
-        handle.pins.remove(owner.as_ref(), &id);
+        handle.forget_copies(owner.as_ref(), &id);
         Ok(json!({"id": id, "object": "document", "deleted": true}))
     });
     Ok(Json(removed.await?).into_response())
@@ -227,13 +228,22 @@ impl Service {
             self.at_leisure(job, compute);
         }
     }
+
+    /// Forgets what an earlier registration of a document has pinned or wants to be computed.
+    fn forget_copies(&self, tenant: Option<&Arc<str>>, id: &str) {
+        self.leisure.remove(&(tenant.cloned(), id.to_owned()));
+        self.pins.remove(tenant, id);
+    }
 }
 
-/// Computes a document behind a system prompt and pins it, if it is still registered.
+/// Computes a document behind a system prompt and pins it, unless it has been removed or registered again.
 async fn compute(service: Arc<Service>, job: LeisureJob) {
-    let LeisureJob { tenant, id, system } = job.clone();
+    let LeisureJob { tenant, id, system, text } = job.clone();
     let library = service.libraries.of(tenant.as_ref());
-    let Some(text) = library.lock().get(&id).map(|document| Arc::clone(&document.text)) else { return };
+    let is_current = || library.lock().get(&id).is_some_and(|document| Arc::ptr_eq(&document.text, &text));
+    if !is_current() {
+        return;
+    }
     let messages = vec![Message::new(Role::System, system), Message::new(Role::User, format!("{text}\n?"))];
     let settings = AnswerSettings {
         max_tokens: Some(1),
@@ -276,9 +286,11 @@ async fn compute(service: Arc<Service>, job: LeisureJob) {
                 }
             }
             debug!(id, ?computed_in, "computed a registered document");
-            let Some(request) = request else { return };
-            let copy = DocumentCopy { text, system: Some(job.system), request };
-            if let Err(refusal) = service.pin(vec![((job.tenant, job.id), copy)]).await {
+            // The parts of the report are the chunks of the prompt.
+            let chunk = report.parts.iter().position(|part| is_own(part.span));
+            let (Some(request), Some(chunk), true) = (request, chunk, is_current()) else { return };
+            let copied = Copied { place: (job.tenant, job.id), text: Arc::clone(&text), chunk };
+            if let Err(refusal) = service.pin(Copies::new(&request, Some(job.system), vec![copied])).await {
                 info!(id, reason = refusal.message, "a registered document is not pinned");
             }
         }

@@ -21,11 +21,16 @@ fn crowded() -> Server {
 }
 
 fn with_settings(enable_sleep_mode: bool, settings: ServerConfig) -> Server {
+    with_room(2, enable_sleep_mode, settings)
+}
+
+/// Starts a server whose cache has room for so many documents, of which half may be pinned.
+fn with_room(documents: usize, enable_sleep_mode: bool, settings: ServerConfig) -> Server {
     let ModelDirectory { model, codec, .. } = loaded();
     let longest = DOCUMENTS.iter().map(|(_, text)| codec.encode(text, false).unwrap().len()).max().unwrap();
     let probe = Engine::new(loaded().model, CpuBackend::new(), codec.digest(), &small()).unwrap();
     let block_bytes = probe.cache().arena().layout().block_bytes();
-    let blocks = 2 * longest.div_ceil(16) + 1;
+    let blocks = documents * longest.div_ceil(16) + 1;
     let config = EngineConfig { kv_memory: Some(2 * blocks * block_bytes), enable_sleep_mode, ..small() };
     let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
     let model = ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: Some(reuse()) };
@@ -87,8 +92,19 @@ fn held(server: &Server) -> usize {
 
 /// Asks with the other documents, which push out what is not pinned.
 fn flood(server: &Server) {
+    flood_behind(server, SYSTEM);
+}
+
+/// Asks with the other documents behind a system prompt. Documents that a request names are not pinned.
+fn flood_behind(server: &Server, system: &str) {
     for at in [1, 2, 1, 2] {
-        source(server, at);
+        let messages = [("system", system), ("user", QUESTION.0)];
+        let ask = json!({
+            "messages": messages.map(|(role, content)| json!({"role": role, "content": content})),
+            "documents": [{"id": "other", "text": DOCUMENTS[at].1}],
+            "max_tokens": 2,
+        });
+        assert_eq!(post(server.address(), CHAT, &ask).status, 200);
     }
 }
 
@@ -198,7 +214,7 @@ fn a_document_without_a_system_prompt_stays_in_memory_once_a_prompt_has_used_it(
     pinned_by_use(&server);
     flood(&server);
     assert_eq!(source(&server, 0), "cache");
-    assert!(!is_pinned(&server, 1) && !is_pinned(&server, 2), "the tenant has pinned as much as it may");
+    assert!(!is_pinned(&server, 1) && !is_pinned(&server, 2), "no prompt has used them");
     assert_eq!(call(server.address(), "DELETE", &path(0), &[], b"").status, 200);
     assert_nothing_is_held(&server);
     flood(&server);
@@ -224,9 +240,7 @@ fn a_document_is_pinned_behind_the_beginning_of_the_last_prompt_alone() {
     pinned_by_use(&server);
     let (other, blocks) = (format!("{SYSTEM}alba is red . "), held(&server));
     assert_eq!(source_behind(&server, &other, 0), "computed");
-    for at in [1, 2, 1, 2] {
-        source_behind(&server, &other, at);
-    }
+    flood_behind(&server, &other);
     assert_eq!(source_behind(&server, &other, 0), "cache");
     wait_until("the earlier copy is held", || held(&server) == blocks);
     assert_eq!(source(&server, 0), "computed", "the copy behind the first beginning");
@@ -249,6 +263,79 @@ fn documents_without_a_system_prompt_give_way_to_one_with_a_system_prompt() {
     put(&server, 1, json!({"system": SYSTEM}));
     wait_until("it is never pinned", || is_pinned(&server, 1));
     assert!(!is_pinned(&server, 0));
+}
+
+#[test]
+fn the_document_gives_way_whose_last_use_is_longest_ago() {
+    let server = with_room(5, true, free_port());
+    (0..3).for_each(|at| put(&server, at, json!({})));
+    let use_it = |at: usize| {
+        source(&server, at);
+        wait_until("it is never pinned", || is_pinned(&server, at));
+    };
+    let pinned = || [0, 1, 2].map(|at| is_pinned(&server, at));
+    use_it(0);
+    use_it(1);
+    assert_eq!(pinned(), [true, true, false]);
+    use_it(0);
+    use_it(2);
+    assert_eq!(pinned(), [true, false, true], "the first one was used again");
+    use_it(1);
+    assert_eq!(pinned(), [false, true, true]);
+    flood(&server);
+    assert_eq!(source(&server, 2), "cache");
+}
+
+#[test]
+fn many_documents_of_a_prompt_are_pinned_up_to_the_limit() {
+    let server = with_room(24, true, free_port());
+    let text = |number: usize| format!("{number:02} {}\n", "alba is red . ".repeat(5));
+    for number in 0..24 {
+        let body = json!({"text": text(number)}).to_string();
+        let answer = call(server.address(), "PUT", &format!("/v1/documents/{number}"), &[], body.as_bytes());
+        assert!(answer.status < 300, "{answer:?}");
+    }
+    let most = server.with_engine(|engine| engine.report()).unwrap().chunks.unwrap().total / 2;
+    let ask = |numbers: std::ops::Range<usize>| {
+        let texts: String = numbers.map(text).collect();
+        let messages = [("system", SYSTEM.to_owned()), ("user", format!("{texts}{}", QUESTION.0))];
+        let messages = messages.map(|(role, content)| json!({"role": role, "content": content}));
+        let answer = post(server.address(), CHAT, &json!({"messages": messages, "max_tokens": 2}));
+        assert_eq!(answer.status, 200, "{answer:?}");
+    };
+    let listed = || get(server.address(), "/v1/documents").json();
+    let pins = || {
+        let list = listed();
+        let is_pinned = |one: &&Value| one["pinned"] == true;
+        list["data"].as_array().unwrap().iter().filter(is_pinned).count()
+    };
+    for numbers in [0..3, 0..20, 4..24] {
+        let least = numbers.len().min(3);
+        ask(numbers);
+        wait_until("too few are pinned", || pins() >= least);
+        wait_until("the request is held", || held(&server) <= most);
+    }
+    assert!(pins() < 20, "{}", listed());
+    assert!((1..=most).contains(&held(&server)), "{}", held(&server));
+}
+
+#[test]
+fn an_earlier_registration_with_a_system_prompt_is_not_pinned_any_more() {
+    let server = with_settings(true, free_port());
+    assert_eq!(post(server.address(), "/sleep", &json!({})).status, 200);
+    put(&server, 0, json!({"system": SYSTEM}));
+    put(&server, 1, json!({"system": SYSTEM}));
+    put(&server, 0, json!({}));
+    assert_eq!(call(server.address(), "DELETE", &path(1), &[], b"").status, 200);
+    put(&server, 1, json!({}));
+    put(&server, 2, json!({"system": SYSTEM}));
+    assert_eq!(post(server.address(), "/wake_up", &json!({})).status, 200);
+    // Documents are computed in the order of their registration.
+    wait_until("it is never pinned", || is_pinned(&server, 2));
+    for at in [0, 1] {
+        let shown = get(server.address(), &path(at)).json();
+        assert_eq!((&shown["pinned"], &shown["computed_ms"]), (&json!(false), &Value::Null), "{shown}");
+    }
 }
 
 #[test]

@@ -31,8 +31,9 @@ const WARM_UP: usize = 12;
 /// server remembers of texts, forms of answers and cached blocks.
 const REMEMBERED: u64 = 16 << 20;
 
-/// The threads that must live, with their number. Names in the system have up to 15 bytes.
-const THREADS: [(&str, usize); 3] = [("kv-documents", 1), ("kv-engine", 1), ("kv-serve", 2)];
+/// The threads that must live, with their least number. Names in the system have up to 15 bytes. Those for texts
+/// (`kv-text`) end when they have nothing to do.
+const THREADS: [(&str, usize); 3] = [("kv-documents", 1), ("kv-engine", 1), ("kv-serve", 1)];
 
 /// The first answers to the fixed requests.
 #[derive(Debug, Default)]
