@@ -135,7 +135,9 @@ fn check_rounded(dtype: StoredType, rows: usize, out: usize, input: usize, seed:
     let mut x = numbers(seed, rows * input);
     for (block, x) in x.chunks_exact_mut(32).enumerate() {
         let factor = [1.0, 1e-3, 0.0, 1e4, 1e-42][block % 5];
-        x.iter_mut().for_each(|x| *x *= factor);
+        for x in x {
+            *x *= factor;
+        }
     }
     let bytes = stored(dtype, out, input, seed + 1);
     let mut w = vec![0.0; out * input];

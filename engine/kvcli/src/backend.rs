@@ -3,13 +3,19 @@
 use std::sync::Arc;
 
 use kvcore::Backend;
-use kvmodel::dense::{ComputeType, Dense, HostDense};
+#[cfg(any(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu"))]
+use kvmodel::dense::HostDense;
+use kvmodel::dense::{ComputeType, Dense};
 
 use crate::args::BackendName;
 use crate::error::Result;
 
 /// The way in which dense steps on the host compute.
 #[derive(Debug, Clone, Copy, Default)]
+#[cfg_attr(
+    not(feature = "cpu"),
+    allow(dead_code, reason = "the number of threads is that of the CPU backend")
+)]
 pub(crate) struct HostSteps {
     /// The number of threads, which the CPU backend uses, too. Default: one per processor.
     pub(crate) threads: Option<usize>,

@@ -244,9 +244,10 @@ impl Products {
             return Ok(());
         }
         if self.compute == ComputeType::Int8 && matrix.dtype.is_blocks() {
-            return eight::multiply(self, (x, rows), matrix, y);
+            eight::multiply(self, (x, rows), matrix, y);
+        } else {
+            self.exact((x, rows), matrix, y);
         }
-        self.exact((x, rows), matrix, y);
         Ok(())
     }
 

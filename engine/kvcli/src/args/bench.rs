@@ -58,7 +58,7 @@ pub(crate) struct MeasuredArgs {
 
     /// Precision of matrix products on the host. exact: only sums are rounded. int8: for weights in ggml
     /// blocks, activations are rounded to eight bits, as llama.cpp does; two to four times as fast for prompts
-    /// on processors with AVX512_VNNI. Keys and values of one type are not found by the other.
+    /// on processors with eight-bit dot products (VNNI). Keys and values of one type are not found by the other.
     #[arg(long, value_name = "TYPE", default_value = "exact", value_parser = compute_type)]
     pub(crate) compute: ComputeType,
 

@@ -47,7 +47,7 @@ pub(super) fn multiply(
     (x, rows): (&[f32], usize),
     matrix: &Matrix<'_>,
     y: Destination<'_>,
-) -> kvcore::Result<()> {
+) {
     #[cfg(target_arch = "x86_64")]
     if vnni::is_worthwhile(products.level.level(), rows, matrix.dtype) {
         // SAFETY: the processor supports AVX-512 and `AVX512_VNNI`. `y` has `rows` rows by contract.
@@ -55,7 +55,7 @@ pub(super) fn multiply(
             rounded.round(products, (x, rows), matrix);
             vnni::multiply(products, rounded, matrix, y);
         });
-        return Ok(());
+        return;
     }
     WIDENED.with_borrow_mut(|widened| {
         widened.clear();
@@ -64,7 +64,6 @@ pub(super) fn multiply(
         unsafe { products.level.run(RoundInPlace(widened)) };
         products.exact((widened, rows), matrix, y);
     });
-    Ok(())
 }
 
 /// A task that replaces the elements of rows by the nearest multiples of their block's step.

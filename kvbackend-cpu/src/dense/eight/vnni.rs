@@ -1,6 +1,6 @@
 //! Products of rounded rows and a matrix in blocks, by the instructions of `AVX512_VNNI`.
 //!
-//! Sixteen matrix rows at a time become a [panel](panel), which is multiplied by all rows. One instruction multiplies four
+//! Sixteen matrix rows at a time become a [`panel`], which is multiplied by all rows. One instruction multiplies four
 //! codes of each of the sixteen matrix rows by the same four codes of a row, and adds the four products to a sum.
 
 use std::arch::x86_64::{
