@@ -25,8 +25,8 @@ use rounded::RoundedRows;
 /// Number of row elements that share a step.
 const BLOCK: usize = 32;
 
-#[cfg(target_arch = "x86_64")]
 /// The number of f32 elements that a thread rounds in the time that it takes to wake another thread.
+#[cfg(target_arch = "x86_64")]
 const ELEMENTS_PER_THREAD: usize = 32 << 10;
 
 #[cfg(target_arch = "x86_64")]
