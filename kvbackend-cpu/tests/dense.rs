@@ -76,16 +76,25 @@ fn check(dtype: StoredType, rows: usize, out: usize, input: usize, seed: u64) {
     assert!(w.iter().all(|x| x.is_finite()), "{dtype}");
     let expected = expected(&x, &w, input);
     let matrix = Matrix::new(dtype, out, input, &bytes).unwrap();
-    let mut known: Vec<(String, Vec<f32>)> = Vec::new();
-    for (name, products) in ways() {
-        // The earlier contents of `y` must not matter.
+    // The earlier contents of `y` must not matter.
+    let multiplied = |products: Products| {
         let mut y = vec![f32::NAN; rows * out];
         products.multiply(&x, &matrix, &mut y).unwrap();
-        for (i, (y, (sum, size))) in y.iter().zip(&expected).enumerate() {
-            assert!(
-                (f64::from(*y) - sum).abs() <= 2e-6 * size + 1e-30,
-                "{name}, {dtype} {rows} x {out} x {input}, {i}: {y} and {sum}"
-            );
+        y
+    };
+    compare(&format!("{dtype} {rows} x {out} x {input}"), multiplied, &expected);
+}
+
+/// Compares the products of every instruction set and number of threads with the expected ones, and the numbers of
+/// threads with each other.
+fn compare(what: &str, multiplied: impl Fn(Products) -> Vec<f32>, expected: &[(f64, f64)]) {
+    let mut known: Vec<(String, Vec<f32>)> = Vec::new();
+    for (name, products) in ways() {
+        let y = multiplied(products);
+        assert_eq!(y.len(), expected.len(), "{name}, {what}");
+        for (i, (y, (sum, size))) in y.iter().zip(expected).enumerate() {
+            let off = (f64::from(*y) - sum).abs();
+            assert!(off <= 2e-6 * size + 1e-30, "{name}, {what}, {i}: {y} and {sum}");
         }
         let level = name.split(',').next().unwrap().to_owned();
         match known.iter().find(|(known, _)| *known == level) {
@@ -145,22 +154,9 @@ fn check_rounded(dtype: StoredType, rows: usize, out: usize, input: usize, seed:
     let of = if dtype.is_blocks() { rounded(&x) } else { x.clone() };
     let expected = expected(&of, &w, input);
     let matrix = Matrix::new(dtype, out, input, &bytes).unwrap();
-    let mut known: Vec<(String, Vec<f32>)> = Vec::new();
-    for (name, products) in ways() {
-        let y = products.with_compute(ComputeType::Int8).multiplied(&x, rows, &matrix).unwrap();
-        for (i, (y, (sum, size))) in y.iter().zip(&expected).enumerate() {
-            let off = (f64::from(*y) - sum).abs();
-            assert!(
-                off <= 2e-6 * size + 1e-30,
-                "{name}, {dtype} {rows} x {out} x {input}, {i}: {y} and {sum}"
-            );
-        }
-        let level = name.split(',').next().unwrap().to_owned();
-        match known.iter().find(|(known, _)| *known == level) {
-            Some((_, alone)) => assert_eq!(&y, alone, "{name}: threads change no bit"),
-            None => known.push((level, y)),
-        }
-    }
+    let multiplied =
+        |products: Products| products.with_compute(ComputeType::Int8).multiplied(&x, rows, &matrix).unwrap();
+    compare(&format!("{dtype} {rows} x {out} x {input}, rounded"), multiplied, &expected);
 }
 
 #[rstest]

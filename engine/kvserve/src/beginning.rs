@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvchunk::ChunkedPrompt;
 use kvengine::{PromptTokens, Request};
 
-/// What the keys of a prompt's documents depend on, apart from their own tokens. All documents of the prompt share it.
+/// The tokens and settings that the keys of a prompt's documents depend on, apart from their own tokens. All documents of the prompt share it.
 #[derive(Debug)]
 pub(crate) struct Beginning {
     tokens: Vec<u32>,
