@@ -21,7 +21,7 @@
 //! drop(slab); // writes what is waiting
 //! let slab = Slab::open(folder, scope, config)?;
 //! let found = slab.load(&id, Instant::now() + Duration::from_secs(1)).unwrap();
-//! assert_eq!(found, [vec![1; 64], vec![2; 64]]);
+//! assert_eq!(*found, [vec![1; 64], vec![2; 64]]);
 //! # Ok::<(), kvtier::Error>(())
 //! ```
 //!

@@ -3,7 +3,8 @@
     python bench_throttled.py MODEL [--speeds 10,50,200] [--processes 3] [--folder FOLDER] [--json FILE]
 
 A process stores a prompt of documents, and one computes it without a disk. For each speed in MB/s, another process finds what
-is stored while the kernel throttles its reads of the disk (a control group, which needs root). This is done with the disk of
+is stored while the kernel throttles its use of the disk (a control group, which needs root). At the first speed, one more process
+computes the prompt and stores it in an empty folder. This is done with the disk of
 `ChunkConnector`, for chunks and ordinary prompts, and with `SlabTier` below vLLM's own offloading. The first request of each
 kind counts, and a later one, both with vLLM's own cache and the host memory empty. The median over several processes may take
 at most 1.1 times as long as the same request without a disk: the first one of a process, or a later one. Processes of all kinds
@@ -27,7 +28,8 @@ from bench_disk import QUESTION, SYSTEM, forget
 from bench_tiers import LIMIT, Host, Row
 
 MOST = 1.1
-ROUNDS = {"stored": 1, "computed": 3}
+STORING = "storing"
+ROUNDS = {"stored": 1, "computed": 3, STORING: 1}
 """How often each kind of prompt is asked in a process. Those with a throttled disk ask twice."""
 GROUPS = Path("/sys/fs/cgroup")
 SYSTEMS = {"ChunkConnector": ("chunks", "ordinary prompt"), "SlabTier": ("SlabTier",)}
@@ -35,7 +37,7 @@ SYSTEMS = {"ChunkConnector": ("chunks", "ordinary prompt"), "SlabTier": ("SlabTi
 
 
 class Throttle:
-    """A control group whose processes read a folder's disk at a limited speed."""
+    """A control group whose processes read and write a folder's disk at a limited speed."""
 
     def __init__(self, folder: Path) -> None:
         device = os.stat(folder).st_dev
@@ -54,9 +56,10 @@ class Throttle:
 
     def limit(self, bytes_per_second: int) -> None:
         if self.old:
-            (self.group / "blkio.throttle.read_bps_device").write_text(f"{self.device} {bytes_per_second}")
+            for way in ("read", "write"):
+                (self.group / f"blkio.throttle.{way}_bps_device").write_text(f"{self.device} {bytes_per_second}")
         else:
-            (self.group / "io.max").write_text(f"{self.device} rbps={bytes_per_second}")
+            (self.group / "io.max").write_text(f"{self.device} rbps={bytes_per_second} wbps={bytes_per_second}")
 
     def close(self) -> None:
         self.group.rmdir()
@@ -143,10 +146,12 @@ def main() -> None:
         return
     speeds = args.speeds.split(",")
     systems = [system for system in SYSTEMS if args.only in (None, system)]
-    found: dict[str, dict[str, list[Any]]] = {row: {kind: [] for system in systems for kind in SYSTEMS[system]} for row in ("computed", *speeds)}
+    all_rows = ("computed", *speeds, STORING)
+    found: dict[str, dict[str, list[Any]]] = {row: {kind: [] for system in systems for kind in SYSTEMS[system]} for row in all_rows}
 
     def measured(row: str, system: str, group: Path | None = None) -> None:
-        one = run(system, row if group is None else f"a disk of {row} MB/s", Path(folder), args, group)
+        place = Path(folder, f"{STORING}-{len(found[row][SYSTEMS[system][0]])}") if row == STORING else Path(folder)
+        one = run(system, row if group is None or row == STORING else f"a disk of {row} MB/s", place, args, group)
         for kind, asked in one.items():
             found[row][kind].append(asked)
 
@@ -161,6 +166,8 @@ def main() -> None:
                     for speed in speeds:
                         throttle.limit(int(float(speed) * 1e6))
                         measured(speed, system, throttle.group)
+                    throttle.limit(int(float(speeds[0]) * 1e6))
+                    measured(STORING, system, throttle.group)
                 if args.json:
                     Path(args.json).write_text(json.dumps({"model": args.model, "rows": found}, indent=1))
         finally:
@@ -175,6 +182,10 @@ def main() -> None:
             rows = [(count, seconds, seconds / alone) for (count, seconds), (_, alone) in zip(medians(found[speed][kind]), computed, strict=True)]
             print(f"| {speed} MB/s | {kind} | {' | '.join(f'{count} | {seconds:.2f} s | {ratio:.2f}' for count, seconds, ratio in rows)} |")
             slow += [f"{kind} at {speed} MB/s: {ratio:.2f}" for _, _, ratio in rows if ratio > MOST]
+        storing = statistics.median(process[0][0] for process in found[STORING][kind])
+        ratio = storing / computed[0][1]
+        print(f"| {speeds[0]} MB/s, empty | {kind} | – | {storing:.2f} s | {ratio:.2f} | | | |")
+        slow += [f"{kind} stored at {speeds[0]} MB/s: {ratio:.2f}"] if ratio > MOST else []
     if slow:
         raise SystemExit(f"slower than {MOST} times computing: {slow}")
 

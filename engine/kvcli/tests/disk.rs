@@ -3,6 +3,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
 use common::{A, B, SYSTEM, fails, json, kvc, prompt, run_json};
 use serde_json::Value;
@@ -112,6 +113,49 @@ fn warm_documents_are_found_in_any_prompt() {
     assert_eq!(accounts[0]["records"], inspected["records"]);
     let table = String::from_utf8(kvc(&["inspect", kv_text]).stdout).unwrap();
     assert!(table.contains("records in") && table.contains("layers, K"), "{table}");
+}
+
+#[test]
+fn a_killed_warm_continues_where_it_stopped() {
+    const DOCUMENTS: usize = 600;
+    let folder = tempfile::tempdir().unwrap();
+    let (lines, kv) = (folder.path().join("all.jsonl"), folder.path().join("kv"));
+    let text = |number: usize| format!("{{\"text\": \"{A} this is note {number} of many .\"}}\n");
+    fs::write(&lines, (0..DOCUMENTS).map(text).collect::<String>()).unwrap();
+    let kv = kv.to_str().unwrap();
+    let warm = ["warm", lines.to_str().unwrap(), "--disk", kv, "--disk-limit", "128MiB", "--json"];
+    let mut rounds = 0;
+    let last = loop {
+        let before = rounds * 100;
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvc"))
+            .args(warm)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        // Killed as soon as it has computed some more.
+        while child.try_wait().unwrap().is_none() {
+            let inspected = kvc(&["inspect", kv, "--json"]);
+            let records = serde_json::from_slice::<Value>(&inspected.stdout).ok();
+            if records.is_some_and(|found| found["records"].as_u64() > Some(before + 50)) {
+                child.kill().unwrap();
+            }
+        }
+        let inspected = run_json(&["inspect", kv, "--check", "--json"]);
+        assert_eq!(inspected["damaged"], 0, "{inspected}");
+        rounds += 1;
+        if rounds == 2 {
+            break run_json(&warm);
+        }
+    };
+    let known = last["known"].as_u64().unwrap();
+    assert!((50..DOCUMENTS as u64).contains(&known), "{last}");
+    assert_eq!(
+        (&last["documents"], &last["evicted"], &last["dropped"]),
+        (&DOCUMENTS.into(), &0.into(), &0.into())
+    );
+    assert_eq!(run_json(&warm)["known"], DOCUMENTS, "nothing is computed again");
+    assert_eq!(run_json(&["inspect", kv, "--check", "--json"])["damaged"], 0);
 }
 
 #[test]

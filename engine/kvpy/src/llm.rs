@@ -296,12 +296,13 @@ impl Llm {
     /// it keeps the size that it has, or gets 10 GiB if it is new. They are
     /// loaded if that is expected to be faster than computing them, or always with `disk_loads="always"`. When the file is
     /// full, `disk_policy` determines which of them leave first: `"lru"`, `"s3-fifo"` or `"tiny-lfu"` (`"priority"` is
-    /// the same as `"lru"`).
+    /// the same as `"lru"`). What was saved or loaded last also stays in `disk_memory` bytes of host memory.
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, decoys = None, dtype_name = "float32",
         block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None, compute = "exact",
-        disk = None, disk_limit = None, disk_loads = "faster", disk_policy = "lru"
+        disk = None, disk_limit = None, disk_loads = "faster", disk_policy = "lru",
+        disk_memory = 0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -321,6 +322,7 @@ impl Llm {
         disk_limit: Option<u64>,
         disk_loads: &str,
         disk_policy: &str,
+        disk_memory: usize,
     ) -> PyResult<Self> {
         let policy: PolicyKind = named("disk_policy", disk_policy)?;
         let rule = match disk_loads {
@@ -366,7 +368,7 @@ impl Llm {
         if let Some(folder) = disk {
             let default = SlabConfig::default();
             let limit = disk_limit.or_else(|| Slab::size_in(&folder)).unwrap_or(default.limit);
-            let config = SlabConfig { limit, policy, ..default };
+            let config = SlabConfig { limit, policy, memory_bytes: disk_memory, ..default };
             py.detach(|| engine.open_disk(&folder, config)).map_err(CallError::from)?;
             engine.load_from_disk(rule);
         }

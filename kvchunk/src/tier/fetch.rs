@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvcore::BlockKey;
-use kvtier::{Found, Loading, RecordId, RecordNote};
+use kvtier::{Found, Listing, Loading, RecordId};
 use parking_lot::Mutex;
 
 use super::early::Early;
@@ -25,6 +25,35 @@ const TRIED: u64 = 16;
 pub(super) struct Wanted {
     pub(super) id: RecordId,
     pub(super) text: Option<NonZeroU64>,
+}
+
+/// The load of a record that is here.
+struct Planned {
+    id: RecordId,
+    /// The number of bytes that are read, which is 0 if the record is in host memory.
+    bytes: usize,
+    /// The time to compute the record, or zero if it is not known.
+    cost: Duration,
+}
+
+impl Planned {
+    /// Returns the number of bytes that loads read, and the time to compute what is read, or `None` if it is not known.
+    /// Records whose time is not known get the others' time per token.
+    fn sum(loads: &mut [Self]) -> (usize, Option<Duration>) {
+        let known = loads.iter().filter(|load| !load.cost.is_zero());
+        let (tokens, time) = known.fold((0, Duration::ZERO), |(tokens, time), load| {
+            (tokens + load.id.tokens.len(), time + load.cost)
+        });
+        if tokens > 0 {
+            for load in loads.iter_mut().filter(|load| load.cost.is_zero()) {
+                load.cost = time.mul_f64(load.id.tokens.len() as f64 / tokens as f64);
+            }
+        }
+        let read = loads.iter().filter(|load| load.bytes > 0);
+        let (bytes, cost) =
+            read.fold((0, Duration::ZERO), |(bytes, cost), load| (bytes + load.bytes, cost + load.cost));
+        (bytes, (bytes == 0 || tokens > 0).then_some(cost))
+    }
 }
 
 /// What became of an attempt to load what a prompt misses.
@@ -73,29 +102,24 @@ impl TierLink {
     pub(super) fn begin(&self, wanted: Vec<Wanted>) -> BeganFetch {
         // Starting the loads is a part of the wait.
         let since = Instant::now();
-        let (mut seen, mut listed, mut absent) = (HashSet::new(), Vec::new(), Vec::new());
-        let (mut bytes, mut cost) = (0, Some(Duration::ZERO));
-        for Wanted { id, text } in wanted {
-            if !seen.insert(id.key) {
-                continue;
+        let (mut seen, mut planned, mut absent) = (HashSet::new(), Vec::new(), Vec::new());
+        for Wanted { id, text } in wanted.into_iter().filter(|wanted| seen.insert(wanted.id.key)) {
+            match self.slab.peek(&id.key) {
+                Some(listing) => planned.push(self.plan(id, listing)),
+                None => absent.push((id, text)),
             }
-            let Some(listing) = self.slab.peek(&id.key) else {
-                absent.push((id, text));
-                continue;
-            };
-            let takes = self.cost_of(&id, listing.note);
-            bytes += listing.bytes;
-            cost = cost.zip(takes).map(|(sum, takes)| sum + takes);
-            listed.push((id, takes.unwrap_or_default()));
         }
+        let (mut bytes, mut cost) = Planned::sum(&mut planned);
         let mut records = HashMap::new();
-        if !listed.is_empty() && self.is_slower(bytes, cost) {
-            self.slab.count_skipped(listed.len());
-            records.extend(listed.drain(..).map(|(id, _)| (id.key, Part::Missed(MissReason::Slower))));
+        if bytes > 0 && self.is_slower(bytes, cost) {
+            let skipped: Vec<Planned> = planned.extract_if(.., |load| load.bytes > 0).collect();
+            self.slab.count_skipped(skipped.len());
+            records.extend(skipped.into_iter().map(|load| (load.id.key, Part::Missed(MissReason::Slower))));
+            (bytes, cost) = (0, Some(Duration::ZERO));
         }
         let mut staged = None;
-        if !listed.is_empty() {
-            let keys = listed.iter().map(|(id, _)| id.key).collect();
+        if !planned.is_empty() {
+            let keys = planned.iter().map(|load| load.id.key).collect();
             staged = self.staging.take(keys, bytes);
             if staged.is_none() {
                 return BeganFetch::Later(self.patience(bytes, cost));
@@ -105,9 +129,9 @@ impl TierLink {
         let missed =
             |(id, text): (RecordId, _)| (id.key, Part::Missed((&self.slab.why_absent(&id, text)).into()));
         records.extend(absent.into_iter().map(missed));
-        let order = listed.iter().map(|(id, _)| id.key).collect();
-        let load = |(id, takes): (RecordId, _)| (id.key, Part::Loading(self.slab.begin_load(&id), takes));
-        records.extend(listed.into_iter().map(load));
+        let order = planned.iter().map(|load| load.id.key).collect();
+        let load = |load: Planned| (load.id.key, Part::Loading(self.slab.begin_load(&load.id), load.cost));
+        records.extend(planned.into_iter().map(load));
         let began = if staged.is_some() { BeganFetch::Loading } else { BeganFetch::Nothing };
         began(TierFetch {
             records: Mutex::new(records),
@@ -122,9 +146,10 @@ impl TierLink {
         })
     }
 
-    /// Returns the time to compute a record, or `None` if it is not known.
-    fn cost_of(&self, id: &RecordId, note: RecordNote) -> Option<Duration> {
-        Some(self.prefill.cost_now(id.tokens.len(), note.cost)).filter(|cost| !cost.is_zero())
+    /// Plans the load of a record that is here.
+    fn plan(&self, id: RecordId, listing: Listing) -> Planned {
+        let cost = self.prefill.cost_now(id.tokens.len(), listing.note.cost);
+        Planned { bytes: if listing.in_memory { 0 } else { listing.bytes }, cost, id }
     }
 
     /// Returns how long a prompt may wait until it can load `bytes` that take `cost` to compute: as long as the disk
@@ -221,5 +246,26 @@ impl TierFetch {
             Part::Loading(..) => None,
             Part::Missed(reason) => Some(*reason),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(tokens: usize, bytes: usize, milliseconds: u64) -> Planned {
+        let key = BlockKey::from_bytes([tokens as u8; 32]);
+        let id = RecordId { key, tokens: vec![0; tokens].into(), stored_start: 0, label: "test".into() };
+        Planned { id, bytes, cost: Duration::from_millis(milliseconds) }
+    }
+
+    #[test]
+    fn unknown_times_follow_from_the_others_and_host_memory_costs_nothing() {
+        let mut loads = [load(10, 100, 20), load(30, 300, 0), load(20, 0, 40)];
+        assert_eq!(Planned::sum(&mut loads), (400, Some(Duration::from_millis(80))));
+        assert_eq!(loads[1].cost, Duration::from_millis(60));
+        assert_eq!(Planned::sum(&mut [load(10, 100, 0)]), (100, None));
+        assert_eq!(Planned::sum(&mut [load(10, 0, 0)]), (0, Some(Duration::ZERO)));
+        assert_eq!(Planned::sum(&mut []), (0, Some(Duration::ZERO)));
     }
 }

@@ -68,7 +68,7 @@ const TIMES: [LatencyColumn<TierMetrics>; 3] = [
     ("kv_tier_write_seconds", "Time to write and sync a batch of records", |m| &m.writes),
 ];
 
-const NUMBERS: [NumberColumn<TierMetrics>; 15] = [
+const NUMBERS: [NumberColumn<TierMetrics>; 18] = [
     ("kv_tier_bytes", MetricKind::Gauge, "Bytes that contain records or are set aside", |m| {
         m.usage.bytes as f64
     }),
@@ -76,6 +76,15 @@ const NUMBERS: [NumberColumn<TierMetrics>; 15] = [
         m.usage.limit_bytes as f64
     }),
     ("kv_tier_records", MetricKind::Gauge, "Records", |m| m.usage.records as f64),
+    ("kv_tier_memory_bytes", MetricKind::Gauge, "Bytes of records in host memory above the disk", |m| {
+        m.usage.memory_bytes as f64
+    }),
+    ("kv_tier_memory_limit_bytes", MetricKind::Gauge, "Largest number of bytes in host memory", |m| {
+        m.usage.memory_limit_bytes as f64
+    }),
+    ("kv_tier_memory_hits", MetricKind::Counter, "Records found in host memory", |m| {
+        m.usage.memory_hits as f64
+    }),
     ("kv_tier_hits", MetricKind::Counter, "Records loaded", |m| m.usage.hits as f64),
     ("kv_tier_misses", MetricKind::Counter, "Records asked for and not loaded", |m| m.usage.misses as f64),
     ("kv_tier_differs", MetricKind::Counter, "Records with other tokens or another layout", |m| {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -16,8 +17,26 @@ use crate::io::{Direction, DiskIo, IoEnd, IoRequest, PAGE, Pages, Piece};
 use crate::known::Gone;
 use crate::record::{CellRun, Header, PayloadFault, RecordId, RecordNote};
 
-/// The buffers of a record that was found.
-pub type Found = Vec<RecordBuffer>;
+/// A record that was found: a slice of its buffers.
+#[derive(Debug)]
+pub struct Found {
+    pub(super) id: RecordId,
+    pub(super) buffers: Vec<RecordBuffer>,
+}
+
+impl Deref for Found {
+    type Target = [RecordBuffer];
+
+    fn deref(&self) -> &[RecordBuffer] {
+        &self.buffers
+    }
+}
+
+impl PartialEq<Vec<RecordBuffer>> for Found {
+    fn eq(&self, other: &Vec<RecordBuffer>) -> bool {
+        self.buffers == *other
+    }
+}
 
 /// The reason why a record was not loaded.
 #[derive(Debug)]
@@ -64,13 +83,16 @@ pub struct Listing {
     pub bytes: usize,
     /// What is known about the record.
     pub note: RecordNote,
+    /// Whether the record is in host memory, too, so that a load reads nothing.
+    pub in_memory: bool,
 }
 
 impl Slab {
     /// Returns the size and the note of the record with this key. Does not count as a use.
     pub fn peek(&self, key: &kvcore::BlockKey) -> Option<Listing> {
         let state = self.shared.state.lock();
-        state.get(key).map(|entry| Listing { bytes: entry.payload, note: entry.note })
+        let in_memory = self.shared.memory.contains(key);
+        state.get(key).map(|entry| Listing { bytes: entry.payload, note: entry.note, in_memory })
     }
 
     /// Starts to load a record, and returns without waiting for the disk. Records are read in the order of the
@@ -79,21 +101,27 @@ impl Slab {
         // Memory that nobody waits for any more belongs to the disk until it answers.
         let is_stuck = self.shared.given_up.load(Ordering::Relaxed) > self.shared.config.queue_bytes;
         let place = if is_stuck { Err(Missed::Late) } else { self.shared.place(id) };
+        let here = place.as_ref().ok().and_then(|_| self.shared.memory.take(id));
+        let bytes = if here.is_some() { 0 } else { place.as_ref().map_or(0, |place| place.payload) };
         let loading = Arc::new(LoadState {
             shared: Arc::clone(&self.shared),
             id: id.clone(),
-            bytes: place.as_ref().map_or(0, |place| place.payload),
+            bytes,
             requests: AtomicUsize::new(0),
             answered: AtomicUsize::new(0),
             ended: Mutex::default(),
             changed: Condvar::new(),
         });
-        match place {
-            Ok(place) => {
+        match (place, here) {
+            (Ok(place), Some(buffers)) => {
+                self.shared.release(&place, id, &Ok(()));
+                loading.end(Ok(buffers));
+            }
+            (Ok(place), None) => {
                 self.shared.rates.lock().begin();
                 self.shared.turns.enter(PlacedLoad::new(&loading, place));
             }
-            Err(missed) => loading.end(Err(missed)),
+            (Err(missed), _) => loading.end(Err(missed)),
         }
         Loading(loading)
     }
@@ -170,6 +198,7 @@ impl Loading {
     /// Returns the reason if there is no such record, or if it must not be used.
     pub fn end(self) -> Result<Found, Missed> {
         let loaded = self.0.ended.lock().loaded.take().unwrap_or(Err(Missed::Late));
+        let loaded = loaded.map(|buffers| Found { id: self.0.id.clone(), buffers });
         self.0.shared.count(|counts| match &loaded {
             Ok(_) => counts.hits += 1,
             Err(missed) => {
@@ -223,7 +252,7 @@ struct Ended {
     is_over: bool,
     /// True if nobody waited any longer before the load was over.
     is_given_up: bool,
-    loaded: Option<Result<Found, Missed>>,
+    loaded: Option<Result<Vec<RecordBuffer>, Missed>>,
 }
 
 /// The requests of a load.
@@ -241,7 +270,7 @@ struct Reads {
 enum Checked {
     /// They are where they have been read to, with these lengths.
     InPlace(Vec<usize>),
-    Copied(Found),
+    Copied(Vec<RecordBuffer>),
 }
 
 /// A load with the place of its record.
@@ -302,7 +331,7 @@ impl PlacedLoad {
 
     /// Returns the buffers of the record that was read to `pages`, if its bytes and its identity match. `unused` follows the
     /// memory of the buffers.
-    fn check(&self, pages: Vec<Pages>, unused: Option<Piece>) -> Result<Found, Missed> {
+    fn check(&self, pages: Vec<Pages>, unused: Option<Piece>) -> Result<Vec<RecordBuffer>, Missed> {
         let spares = &self.state.shared.spares;
         let (body, rest): (Vec<Pages>, Vec<Pages>) = pages.into_iter().partition(Pages::is_piece);
         let pieces = body.into_iter().filter_map(Pages::into_piece).chain(unused);
@@ -350,8 +379,11 @@ impl PlacedLoad {
     }
 
     /// Ends the load, and lets the next one begin.
-    fn end(self, loaded: Result<Found, Missed>) {
+    fn end(self, loaded: Result<Vec<RecordBuffer>, Missed>) {
         let Self { state, place, spans, .. } = self;
+        let read = if loaded.is_ok() { place.payload } else { 0 };
+        state.shared.rates.lock().end(read);
+        state.shared.times.took(SlabStep::Load, place.since.elapsed());
         state.shared.release(&place, &state.id, &loaded);
         state.end(loaded);
         state.shared.turns.leave(spans.len());
@@ -384,13 +416,12 @@ impl Reads {
 }
 
 impl LoadState {
-    fn end(&self, loaded: Result<Found, Missed>) {
+    fn end(&self, loaded: Result<Vec<RecordBuffer>, Missed>) {
         let mut ended = self.ended.lock();
         ended.is_over = true;
         if ended.is_given_up {
             self.shared.given_up.fetch_sub(self.bytes, Ordering::Relaxed);
-            let buffers = loaded.into_iter().flatten();
-            self.shared.spares.give(buffers.filter_map(RecordBuffer::into_piece));
+            self.shared.recycle(loaded.unwrap_or_default());
         } else {
             ended.loaded = Some(loaded);
         }
@@ -418,10 +449,7 @@ impl Shared {
     }
 
     /// Ends the reading of a record, which is removed if it cannot be used.
-    fn release(&self, place: &Place, id: &RecordId, loaded: &Result<Found, Missed>) {
-        let read = if loaded.is_ok() { place.payload } else { 0 };
-        self.rates.lock().end(read);
-        self.times.took(SlabStep::Load, place.since.elapsed());
+    fn release<T>(&self, place: &Place, id: &RecordId, loaded: &Result<T, Missed>) {
         let mut state = self.state.lock();
         let group = state.release(&id.key, place.sequence);
         match loaded {

@@ -3,6 +3,7 @@
 //! ```text
 //!   store ──► queue ──► two threads: cells ─ payloads ─ headers ─ sync ──► found
 //!   load  ──► cells ─ read, many requests at once ─ compare key, tokens, digest ──► buffers
+//!     └─ the ones stored or used last ─ host memory ─ compare key, tokens ───────────► buffers
 //! ```
 //!
 //! - **Nothing wrong is served.** The digest of a record covers its payload, and a load compares the key, the
@@ -35,6 +36,7 @@ mod flight;
 mod geometry;
 mod inspect;
 mod load;
+mod memory;
 mod open;
 mod order;
 mod queue;
@@ -53,6 +55,7 @@ use accounts::Group;
 use geometry::Geometry;
 pub use inspect::{InspectedAccount, InspectedScope, Inspection};
 pub use load::{Found, Listing, Loading, Missed};
+use memory::MemoryTier;
 use queue::Queue;
 use rates::ReadRates;
 use spares::Spares;
@@ -78,6 +81,9 @@ pub struct SlabConfig {
     /// The number of bytes that may wait to be written; further records are dropped. As many bytes may be read for
     /// loads that were given up; further loads are late at once, until the disk has answered.
     pub queue_bytes: usize,
+    /// The number of bytes of records that also stay in host memory, where loads find them without a read: the ones that
+    /// were stored or [recycled](Slab::recycle) last. They do not outlive the process.
+    pub memory_bytes: usize,
     /// The way of I/O, or `None` for the best one that works here.
     pub io: Option<IoWay>,
     /// The longest time for one write or sync. After it, everything that waits or is being written is dropped, and
@@ -89,13 +95,14 @@ pub struct SlabConfig {
 }
 
 impl Default for SlabConfig {
-    /// Returns the default settings: 10 GiB, cells of 64 KiB, a queue of 256 MiB, the best way of I/O, 30 seconds
-    /// for a write, and LRU.
+    /// Returns the default settings: 10 GiB, cells of 64 KiB, a queue of 256 MiB, no records in host memory, the best
+    /// way of I/O, 30 seconds for a write, and LRU.
     fn default() -> Self {
         Self {
             limit: 10 << 30,
             cell_bytes: 64 << 10,
             queue_bytes: 256 << 20,
+            memory_bytes: 0,
             io: None,
             write_deadline: Duration::from_secs(30),
             policy: PolicyKind::Lru,
@@ -157,6 +164,7 @@ struct Shared {
     rates: Mutex<ReadRates>,
     turns: ReadTurns,
     spares: Spares,
+    memory: MemoryTier,
     times: Times,
     /// The number of bytes in loads that were given up and that the disk has not answered.
     given_up: AtomicUsize,
@@ -241,6 +249,7 @@ impl Slab {
             turns: ReadTurns::default(),
             // Half of what may wait to be written.
             spares: Spares::new(config.queue_bytes / 2),
+            memory: MemoryTier::new(config.memory_bytes),
             times: Times::default(),
             given_up: AtomicUsize::new(0),
         });
@@ -265,7 +274,7 @@ impl Slab {
     pub fn store(&self, record: Record) -> Stored {
         let (stored, refused) = self.queue(record);
         if let Some(Record { buffers, .. }) = refused {
-            self.recycle(buffers);
+            self.shared.recycle(buffers);
         }
         stored
     }
@@ -312,9 +321,16 @@ impl Slab {
         self.shared.spares.buffers(lens)
     }
 
-    /// Gives the memory of a record that was loaded and used back to the slab, which uses it again.
-    pub fn recycle(&self, buffers: Found) {
-        self.shared.spares.give(buffers.into_iter().filter_map(RecordBuffer::into_piece));
+    /// Gives a record that was loaded and used back to the slab, which keeps it in [host memory](SlabConfig::memory_bytes) or
+    /// uses its memory again.
+    pub fn recycle(&self, found: Found) {
+        let Found { id, buffers } = found;
+        self.shared.recycle(self.shared.memory.keep(id, buffers));
+    }
+
+    /// Forgets the records in host memory. Those on the disk stay.
+    pub fn clear_memory(&self) {
+        self.shared.memory.clear();
     }
 
     /// Returns whether a record with this key can be loaded. Returns false if a load has asked for another
@@ -354,6 +370,11 @@ impl Slab {
 impl Shared {
     fn count(&self, change: impl FnOnce(&mut Counts)) {
         change(&mut self.counts.lock());
+    }
+
+    /// Uses the memory of buffers for the next records.
+    fn recycle(&self, buffers: Vec<RecordBuffer>) {
+        self.spares.give(buffers.into_iter().filter_map(RecordBuffer::into_piece));
     }
 }
 

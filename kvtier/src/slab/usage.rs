@@ -14,7 +14,13 @@ pub struct SlabUsage {
     pub limit_bytes: u64,
     /// The number of records.
     pub records: usize,
-    /// Loads that returned a record.
+    /// The number of bytes of records in host memory.
+    pub memory_bytes: u64,
+    /// The largest number of bytes of records in host memory.
+    pub memory_limit_bytes: u64,
+    /// Loads that host memory has served.
+    pub memory_hits: u64,
+    /// Loads that returned a record, from host memory or from the disk.
     pub hits: u64,
     /// Loads that returned none, for any reason.
     pub misses: u64,
@@ -74,11 +80,15 @@ impl Slab {
         let state = self.shared.state.lock();
         let ((records, cells), evicted) = (state.used(), state.evicted);
         drop(state);
+        let memory = self.shared.memory.usage();
         let counts = self.shared.counts.lock();
         SlabUsage {
             bytes: u64::from(cells) * self.shared.geometry.cell_bytes() as u64,
             limit_bytes: self.shared.geometry.file_bytes(),
             records,
+            memory_bytes: memory.bytes as u64,
+            memory_limit_bytes: self.shared.config.memory_bytes as u64,
+            memory_hits: memory.hits,
             hits: counts.hits,
             misses: counts.misses,
             differs: counts.differs,

@@ -227,7 +227,10 @@ impl Shared {
 
     /// Starts to write a payload, and computes its digest. Returns the writes. Memory that a disk can write is not copied.
     fn start_payload(&self, window: &Window<'_>, placed: &mut Placed, used: &mut Vec<Piece>) -> WriteGroup {
-        let Placed { record, payload: bytes, taken, digest, .. } = placed;
+        let Placed { record, lens, payload: bytes, taken, digest, .. } = placed;
+        if self.memory.is_used() {
+            self.keep_copy(record, lens);
+        }
         let writes = window.group();
         let mut computed = PayloadDigest::new();
         if record.fills_pages() {
@@ -275,6 +278,13 @@ impl Shared {
         }
         *digest = computed.value();
         writes
+    }
+
+    /// Keeps a copy of a record in host memory.
+    fn keep_copy(&self, record: &Record, lens: &[usize]) {
+        let mut copy = self.spares.buffers(lens);
+        copy.iter_mut().zip(&record.buffers).for_each(|(to, from)| to.copy_from_slice(from));
+        self.recycle(self.memory.keep(record.id.clone(), copy));
     }
 
     /// Returns the page with the header of a record.

@@ -9,8 +9,8 @@ use kvload::ServerUrl;
 use kvmodel::dense::ComputeType;
 
 use super::{
-    BackendName, Positions, SleepArgs, WeightsFormat, at_least_one, backend, compute_type, kv_format, mode,
-    share,
+    BackendName, Positions, SleepArgs, WeightsFormat, at_least_one, backend, compute_type, disk::bytes,
+    kv_format, mode, share,
 };
 
 /// Options of `kvc bench`.
@@ -135,9 +135,13 @@ pub(crate) struct RagArgs {
     pub(crate) sleep: SleepArgs,
 
     /// Also measure documents that are on a disk and not in memory, as after a restart: with the disk of this
-    /// folder as it is, and throttled to 200, 50 and 10 MB/s. The folder gets a file of 2 GiB.
+    /// folder as it is, and throttled to 200, 50 and 10 MB/s.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) disk: Option<PathBuf>,
+
+    /// The largest size of the folder.
+    #[arg(long, value_name = "SIZE", requires = "disk", default_value = "2GiB", value_parser = bytes)]
+    pub(crate) disk_limit: u64,
 
     /// Measure something else: one prompt through a server in this process, with its documents found in the same
     /// order and in others, beside a server with prefix caching alone.

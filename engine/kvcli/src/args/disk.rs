@@ -26,6 +26,11 @@ pub(crate) struct DiskArgs {
     #[arg(long, value_enum, requires = "disk", default_value = "faster")]
     disk_loads: DiskLoads,
 
+    /// Host memory for what was saved or loaded last, such as 4GiB. What leaves the device is then found there, without a
+    /// read of the disk. Useful if the caches are in the memory of a GPU or NPU. Default: none.
+    #[arg(long, value_name = "SIZE", requires = "disk", value_parser = bytes)]
+    disk_memory: Option<u64>,
+
     #[command(flatten)]
     file: DiskFileArgs,
 }
@@ -71,7 +76,9 @@ impl DiskArgs {
     /// Opens the folder, if there is one, below the engine's caches.
     pub(crate) fn open(&self, engine: &mut Engine) -> Result<()> {
         let Some(folder) = &self.disk else { return Ok(()) };
-        engine.open_disk(folder, self.file.config(folder))?;
+        let memory = self.disk_memory.unwrap_or_default();
+        let memory_bytes = usize::try_from(memory).unwrap_or(usize::MAX);
+        engine.open_disk(folder, SlabConfig { memory_bytes, ..self.file.config(folder) })?;
         engine.load_from_disk(match self.disk_loads {
             DiskLoads::Faster => LoadRule::IfFaster,
             DiskLoads::Always => LoadRule::Always(PATIENCE),

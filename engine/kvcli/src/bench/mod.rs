@@ -22,9 +22,6 @@ mod serve;
 mod show;
 mod words;
 
-/// The size of the file on the disk that is measured, in bytes.
-const DISK_LIMIT: u64 = 2 << 30;
-
 /// The object that `--json` prints.
 #[derive(Serialize)]
 struct BenchReport<'a> {
@@ -59,7 +56,7 @@ fn rag(args: &RagArgs) -> Result<()> {
     let mut ttft = ttft_rows(&mut engine(args)?.0, per_request, length, cell)?;
     ttft.extend(decoy_rows(&mut engine(args)?.0, args.chunks, per_request, length)?);
     if let Some(folder) = &args.disk {
-        ttft.extend(disk_rows(&mut engine(args)?.0, folder, DISK_LIMIT, (per_request, length), cell)?);
+        ttft.extend(disk_rows(&mut engine(args)?.0, folder, args.disk_limit, (per_request, length), cell)?);
     }
     let out = &mut std::io::stdout().lock();
     if args.json {

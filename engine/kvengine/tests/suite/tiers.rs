@@ -96,6 +96,34 @@ fn documents_that_host_memory_has_no_room_for_are_found_on_the_disk() {
 }
 
 #[test]
+fn documents_and_prompts_come_back_from_the_memory_above_a_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    let config =
+        SlabConfig { limit: 8 << 20, cell_bytes: 8 << 10, memory_bytes: 4 << 20, ..SlabConfig::default() };
+    let mut engine = small(false);
+    engine.open_disk(folder.path(), config).unwrap();
+    engine.load_from_disk(LoadRule::Always(PATIENCE));
+    let ordinary: Vec<u32> = (0..30).map(|token| 3 + token * 5 % 45).collect();
+    let whole = Request { max_new_tokens: 3, ..Request::new(PromptTokens::Plain(ordinary.into())) };
+    let first = (engine.generate(&whole, &mut ()).unwrap(), ask(&mut engine, 0));
+    for number in 1..60 {
+        ask(&mut engine, number);
+        assert!(engine.disk().unwrap().flush(PATIENCE));
+    }
+    engine.cache().as_paged().unwrap().pool().clear_cached();
+    let before = engine.disk().unwrap().usage();
+    let again = (engine.generate(&whole, &mut ()).unwrap(), ask(&mut engine, 0));
+    let after = engine.disk().unwrap().usage();
+    assert!(again.1.chunks[0].hit && !first.1.chunks[0].hit);
+    assert_eq!((&again.0.tokens, &again.0.logits), (&first.0.tokens, &first.0.logits), "the same bits");
+    assert_eq!((&again.1.tokens, &again.1.logits), (&first.1.tokens, &first.1.logits), "the same bits");
+    // Seven blocks of the ordinary prompt, and the document; none was read from the disk.
+    assert!(after.hits >= before.hits + 8, "{before:?} {after:?}");
+    assert_eq!(after.memory_hits - before.memory_hits, after.hits - before.hits);
+    assert_eq!(again.0.cached_tokens, 28);
+}
+
+#[test]
 fn saving_a_document_is_no_use_of_it() {
     let folder = tempfile::tempdir().unwrap();
     let mut engine = small(true);

@@ -704,7 +704,8 @@ class LLM:
     With ``compute="int8"``, activations are rounded to eight bits for weights in ggml blocks, as in llama.cpp.
 
     With ``disk``, documents and prompts outlive the program in a file of ``disk_limit`` bytes in that folder. When it is
-    full, ``disk_policy`` determines which of them leave first.
+    full, ``disk_policy`` determines which of them leave first. What was saved or loaded last also stays in
+    ``disk_memory`` bytes of host memory.
     """
 
     def __new__(
@@ -725,6 +726,7 @@ class LLM:
         disk_limit: int | None = None,
         disk_loads: Literal["faster", "always"] = "faster",
         disk_policy: Literal["lru", "s3-fifo", "tiny-lfu", "priority"] = "lru",
+        disk_memory: int = 0,
     ) -> Self: ...
     @overload
     def generate(

@@ -100,6 +100,9 @@ pub(crate) async fn reset(State(service): State<Arc<Service>>, request: Request)
 }
 
 fn forget(engine: &Engine) -> usize {
+    if let Some(disk) = engine.disk() {
+        disk.clear_memory();
+    }
     let prefixes = engine.cache().as_paged().map_or(0, |paged| paged.pool().clear_cached());
     let Some(chunks) = engine.chunks() else { return prefixes };
     let before = chunks.pool().blocks().counts().free;
