@@ -119,7 +119,7 @@ impl RoundBlocks<'_> {
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn run(self) {
         let group = self.dtype.group_elements();
-        let factor = if self.dtype.has_minima() { 1 } else { -128 };
+        let factor = if self.dtype.has_minima() { 1_i32 } else { -128 };
         for (number, block) in self.x.as_chunks::<BLOCK>().0.iter().enumerate() {
             // SAFETY: this function is compiled for AVX-512. Both halves of the block have 16 elements, and the
             // pointers are valid for the block's codes, step and sums by contract.
@@ -135,7 +135,8 @@ impl RoundBlocks<'_> {
                     let at = self.sums.add((number * BLOCK + 16 * half) / group);
                     // A group has one half of the block or both.
                     let before = if group == BLOCK && half == 1 { at.read() } else { 0 };
-                    at.write(before + factor * sum);
+                    // The codes of a block with a fault are the smallest numbers. Its step is no number, so no product is.
+                    at.write(factor.wrapping_mul(sum).wrapping_add(before));
                 }
                 self.steps.add(number).write(step);
             }
