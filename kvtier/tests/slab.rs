@@ -448,3 +448,14 @@ fn a_folder_is_unlocked_although_a_child_process_still_holds_the_descriptor() {
     open().unwrap();
     drop(copy);
 }
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_read_only_folder_is_an_error_that_names_it() {
+    // Nobody may create files in this folder of the kernel, not even root.
+    for folder in ["/proc/self", "/proc/self/none"] {
+        let refused = Slab::open(std::path::Path::new(folder), scope(), config());
+        let Err(Error::File { path, .. }) = &refused else { panic!("{refused:?}") };
+        assert!(path.starts_with(folder), "{}", path.display());
+    }
+}
