@@ -28,7 +28,21 @@ pub(crate) fn model(
     dense: Arc<dyn Dense>,
 ) -> Result<ModelDirectory> {
     let format = format(weights);
-    let Some(dir) = dir else { return embedded::load(format.0, dense) };
+    let loaded = match dir {
+        None => embedded::load(format.0, dense)?,
+        Some(dir) => from_files(dir, format, dense)?,
+    };
+    for note in &loaded.notes {
+        note!("note: {note}");
+    }
+    Ok(loaded)
+}
+
+fn from_files(
+    dir: &Path,
+    format: (WeightFormat, FileAccess),
+    dense: Arc<dyn Dense>,
+) -> Result<ModelDirectory> {
     if !dir.exists() && !dir.is_symlink() {
         return Err(Error::NoModel(dir.to_owned()));
     }
@@ -38,9 +52,5 @@ pub(crate) fn model(
         bar.set_position(done);
     });
     bar.finish_and_clear();
-    let loaded = loaded?;
-    for note in &loaded.notes {
-        eprintln!("note: {note}");
-    }
-    Ok(loaded)
+    Ok(loaded?)
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rstest::rstest;
 use serde_json::{Value, json};
 
-use common::json as kvc_json;
+use common::{json as kvc_json, kvc};
 
 #[allow(dead_code, reason = "other suites use the rest")]
 mod common;
@@ -272,4 +272,16 @@ fn a_text_that_is_too_long_takes_no_memory(#[case] way: &[&str]) {
         said.contains("tokens, but the model supports at most 2048 positions"),
         "within 1 GiB of addresses: {said}"
     );
+}
+
+#[test]
+fn a_precision_without_effect_is_noted() {
+    let run = |more: &[&str]| {
+        let output = kvc(&[&["run", "--compute", "int8", "-p", "bora is"], more].concat());
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(run(&[]).contains("note: eight-bit products need weights in ggml blocks"));
+    let blocks = run(&["--weights", "q8"]);
+    assert!(!blocks.contains("need weights"), "{blocks}");
 }

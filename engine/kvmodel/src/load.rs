@@ -103,6 +103,7 @@ impl ModelDirectory {
 
     fn of(model: Model, codec: TextCodec, mut notes: Vec<String>) -> Self {
         notes.extend(notes::tensors(model.unused(), model.config()));
+        notes.extend(model.dense_note());
         let codec = codec.with_limit(model.config().max_positions);
         Self { model, codec, notes }
     }

@@ -203,6 +203,12 @@ impl Products {
         self.compute
     }
 
+    /// Returns whether the processor and the instruction set have eight-bit dot products (`AVX512_VNNI`). Without them,
+    /// [`ComputeType::Int8`] rounds rows, but is no faster than [`ComputeType::Exact`].
+    pub fn has_eight_bit_products(&self) -> bool {
+        eight::has_dot_products(self.level.level())
+    }
+
     /// Computes `y = x · matrixᵀ`, where `x` is `[rows, input]` and `y` is `[rows, out]`.
     ///
     /// # Errors

@@ -110,6 +110,12 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// implementations round differently.
     fn name(&self) -> &'static str;
 
+    /// Returns a note for the user about the weights that were loaded and this machine, if there is one: for example, that
+    /// a setting has no effect.
+    fn note(&self) -> Option<String> {
+        None
+    }
+
     /// Loads a weight from its stored format, by converting, copying or uploading it.
     ///
     /// # Errors

@@ -178,6 +178,11 @@ impl Model {
         })
     }
 
+    /// Returns the note of the dense steps for the user, if there is one.
+    pub(crate) fn dense_note(&self) -> Option<String> {
+        self.dense.note()
+    }
+
     /// Returns the names of the tensors in the files that the model does not use.
     pub(crate) fn unused(&self) -> &[String] {
         &self.unused

@@ -12,7 +12,7 @@ use std::cell::RefCell;
 
 use super::{Matrix, Products};
 use crate::raw::Destination;
-use crate::simd::{Simd, SimdTask};
+use crate::simd::{Simd, SimdLevel, SimdTask};
 
 #[cfg(target_arch = "x86_64")]
 mod rounded;
@@ -38,6 +38,17 @@ thread_local! {
 thread_local! {
     /// The rounded rows in f32.
     static WIDENED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Returns whether a level may use eight-bit dot products, and the processor has them.
+pub(super) fn has_dot_products(level: SimdLevel) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return level >= SimdLevel::Avx512 && is_x86_feature_detected!("avx512vnni");
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = level;
+        false
+    }
 }
 
 /// Computes `y = x̂ · matrixᵀ`, where `x̂` are the rows of `x` rounded to eight bits. The matrix must be stored in

@@ -11,8 +11,8 @@ use std::arch::x86_64::{
 use std::cell::RefCell;
 use std::ops::Range;
 
-use super::BLOCK;
 use super::rounded::RoundedRows;
+use super::{BLOCK, has_dot_products};
 use crate::dense::{Matrix, Products, StoredType, in_parts};
 use crate::raw::Destination;
 use crate::simd::SimdLevel;
@@ -40,7 +40,7 @@ thread_local! {
 pub(super) fn is_worthwhile(level: SimdLevel, rows: usize, dtype: StoredType) -> bool {
     // The codes of other types take longer to unpack.
     let fewest = if dtype == StoredType::Q8_0 { 2 } else { 4 };
-    level >= SimdLevel::Avx512 && rows >= fewest && is_x86_feature_detected!("avx512vnni")
+    rows >= fewest && has_dot_products(level)
 }
 
 /// Writes the products of rounded rows and a matrix to `y`.

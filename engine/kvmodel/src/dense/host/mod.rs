@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{D, Device, Storage, Tensor};
 use kvbackend_cpu::CpuBackend;
@@ -36,18 +37,20 @@ use weight::{HeadMatrices, HeldForm, HostWeight, StoredMatrix};
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {
     products: Products,
+    /// True if a loaded matrix is in blocks, which [`ComputeType::Int8`] is for.
+    has_blocks: Arc<AtomicBool>,
 }
 
 impl HostDense {
     /// Creates steps that run on a backend's threads and use its instruction set.
     pub fn on(backend: &CpuBackend) -> Self {
-        Self { products: Products::on(backend) }
+        Self { products: Products::on(backend), has_blocks: Arc::default() }
     }
 
     /// Returns these steps with another precision of projections.
     #[must_use]
     pub fn with_compute(self, compute: ComputeType) -> Self {
-        Self { products: self.products.with_compute(compute) }
+        Self { products: self.products.with_compute(compute), ..self }
     }
 
     /// Returns the products of a projection's matrix.
@@ -159,8 +162,30 @@ impl Dense for HostDense {
         }
     }
 
+    fn note(&self) -> Option<String> {
+        if self.products.compute() == ComputeType::Exact {
+            return None;
+        }
+        if !self.has_blocks.load(Ordering::Relaxed) {
+            return Some(
+                "eight-bit products need weights in ggml blocks, and all weights of this model are floats: \
+                 products are exact; --weights q8 stores weights in blocks"
+                    .to_owned(),
+            );
+        }
+        (!self.products.has_eight_bit_products()).then(|| {
+            "this processor has no eight-bit dot products (AVX512_VNNI): activations are rounded to eight bits, \
+             but products are no faster than exact ones"
+                .to_owned()
+        })
+    }
+
     fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>> {
-        Ok(Arc::new(HostWeight::load(stored, purpose)?))
+        let weight = HostWeight::load(stored, purpose)?;
+        if let HeldForm::Matrix(matrix) = weight.held() {
+            self.has_blocks.fetch_or(matrix.can_be_rounded(), Ordering::Relaxed);
+        }
+        Ok(Arc::new(weight))
     }
 
     fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>> {

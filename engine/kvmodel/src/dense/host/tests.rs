@@ -1,7 +1,7 @@
 //! Tests every step on the host against plain loops.
 
 use half::{bf16, f16};
-use kvbackend_cpu::CpuBackend;
+use kvbackend_cpu::{CpuBackend, CpuOptions, SimdLevel};
 use kvcore::Compared::Number;
 use kvcore::{DType, MemoryKind, allocate_tensor};
 use rstest::rstest;
@@ -337,4 +337,29 @@ fn handles_of_others_and_unfit_extents_are_errors() {
     let error = STEPS.read(&integers, &mut Vec::new()).unwrap_err();
     assert!(matches!(&error, Error::Dense { implementation: "host", .. }), "{error}");
     assert!(error.to_string().starts_with("dense steps (host): "), "{error}");
+}
+
+#[test]
+fn a_precision_without_effect_is_noted() {
+    let steps = |compute, simd| {
+        let backend = CpuBackend::with_options(&CpuOptions { simd, ..CpuOptions::default() }).unwrap();
+        HostDense::on(&backend).with_compute(compute)
+    };
+    let matrix = StoredWeight::of_f32("a", &[2, 32], &numbers(1, 64)).unwrap();
+    let (floats, blocks) = (WeightFormat::Stored, WeightFormat::Q8);
+    for (compute, format, simd, expected) in [
+        (ComputeType::Exact, floats, None, None),
+        (ComputeType::Exact, blocks, Some(SimdLevel::Portable), None),
+        (ComputeType::Int8, floats, None, Some("all weights of this model are floats")),
+        (ComputeType::Int8, blocks, Some(SimdLevel::Portable), Some("no eight-bit dot products")),
+    ] {
+        let steps = steps(compute, simd);
+        steps.load(&matrix, WeightUse::Projection(format)).unwrap();
+        let note = steps.note();
+        assert_eq!(note.is_some(), expected.is_some(), "{compute} {format:?}: {note:?}");
+        assert!(expected.is_none_or(|words| note.as_ref().unwrap().contains(words)), "{note:?}");
+    }
+    let fast = steps(ComputeType::Int8, None);
+    fast.load(&matrix, WeightUse::Projection(blocks)).unwrap();
+    assert_eq!(fast.note().is_none(), fast.products.has_eight_bit_products());
 }

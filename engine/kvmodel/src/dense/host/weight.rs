@@ -80,6 +80,11 @@ impl StoredMatrix {
         Ok(Matrix::new(self.dtype, self.out, self.input, &self.bytes)?)
     }
 
+    /// Returns whether rows may be rounded when they are multiplied by the matrix, and can be.
+    pub(super) fn can_be_rounded(&self) -> bool {
+        !self.is_exact && self.dtype.is_blocks()
+    }
+
     /// Decodes a row into `to`.
     pub(super) fn row(&self, row: usize, to: &mut [f32]) {
         let bytes = self.bytes.len() / self.out.max(1);
