@@ -41,7 +41,7 @@ class SlabHost(Host):
 
     def __init__(self, path: str, folder: Path, *, blocks: int = 24, memory: int = 8 << 20, ranks: int = 1, chunk: int = 1, **settings) -> None:
         self.path = path
-        tier = {"type": "SlabTier", "module_path": "kvcache.vllm", "path": str(folder), "limit": "64MiB", **settings}
+        tier = {"type": "SlabTier", "module_path": "kvcache.vllm", "path": str(folder), "limit": "64MiB", "loads": "always", **settings}
         extra = {"cpu_bytes_to_use": memory * ranks, "blocks_per_chunk": chunk, "secondary_tiers": [tier]}
         self.llm = LLM(
             model=path,
