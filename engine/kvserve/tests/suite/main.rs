@@ -20,6 +20,7 @@ mod leisure;
 mod many_documents;
 mod origins;
 mod page;
+mod pinned_places;
 mod pins;
 mod recorded;
 mod references;
