@@ -76,10 +76,12 @@ fn while_computing<R: Send + 'static>(
     let until = Instant::now() + PATIENCE;
     let mut waiting = act;
     loop {
-        let caught = server.with_engine(move |engine| match computes(engine) {
-            true => Ok(waiting(address, engine)),
-            false => Err(waiting),
-        });
+        let caught =
+            server.with_engine(
+                move |engine| {
+                    if computes(engine) { Ok(waiting(address, engine)) } else { Err(waiting) }
+                },
+            );
         match caught.unwrap() {
             Ok(result) => return result,
             Err(act) => waiting = act,

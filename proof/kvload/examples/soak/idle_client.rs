@@ -11,7 +11,7 @@ use crate::served::RECEIVE_TIME;
 use crate::users::Stop;
 
 /// An order of the soak.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(crate) enum Order {
     /// Open the connections that are missing, but no longer than this time.
     Open(Duration),
