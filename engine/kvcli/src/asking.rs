@@ -1,4 +1,5 @@
-//! Creates the engine, the questions and the evaluation options for `kvc eval` and `kvc tune`.
+//! Creates the engine for `kvc eval`, `kvc tune` and `kvc doctor answers`, and the questions and the evaluation options
+//! for the first two.
 
 use std::path::Path;
 
@@ -12,11 +13,11 @@ use crate::backend::{HostSteps, OpenedBackend};
 use crate::error::{Error, Result};
 use crate::{backend, decoys, embedded, load};
 
-/// Loads the model to ask, with its caches.
-pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, TextCodec)> {
+/// Loads the model to ask, with its caches: the built-in model if there is no path.
+pub(crate) fn engine(model: Option<&Path>, args: &EngineArgs) -> Result<(Engine, TextCodec)> {
     let OpenedBackend { backend, dense } =
         backend::open(&args.backend, HostSteps { compute: args.compute, ..HostSteps::default() })?;
-    let ModelDirectory { model, codec, .. } = load::model(asking.model.as_deref(), args.weights, dense)?;
+    let ModelDirectory { model, codec, .. } = load::model(model, args.weights, dense)?;
     let config = EngineConfig {
         kv_format: args.dtype,
         keys: args.keys,

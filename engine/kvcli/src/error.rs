@@ -151,6 +151,11 @@ pub(crate) enum Error {
     /// A server does not describe its caches.
     #[error("{0} is no kvc serve: its /overview cannot be read")]
     NoOverview(kvload::ServerUrl),
+    /// The doctor found that answers with documents from the cache differ from the same computation without it.
+    #[error(
+        "the cache is wrong: it changes log-probabilities by {difference:.3}, and rounding by at most {rounding}"
+    )]
+    WrongCache { difference: f64, rounding: f64 },
     /// The answers that show whether reuse suits the model do not say so.
     #[error(
         "{path} does not show that the settings lose at most {within} percentage points of answers; run kvc tune with more \

@@ -4,7 +4,7 @@
 //!
 //! - [`args`]: the command line, and its help
 //! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`warm`], [`mod@serve`], [`inspect`], [`doctor`], [`devices`]: the commands
-//! - [`asking`], [`decoys`], [`way`]: the engine and the questions of `eval` and `tune`; files with decoys; how
+//! - [`asking`], [`decoys`], [`way`]: the engine of `eval`, `tune` and `doctor`, and their questions; files with decoys; how
 //!   documents are reused
 //! - [`backend`], [`load`], [`embedded`]: devices and models
 //! - [`arenas`]: the allocator

@@ -27,7 +27,7 @@ struct TuneReport<'a> {
 
 pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     let out = result_file(&args.out)?;
-    let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
+    let (mut engine, codec) = asking::engine(args.asking.model.as_deref(), &args.engine)?;
     let questions = asking::questions(&args.asking, asking::JUDGED)?;
     let screened = screened(&questions, args.screen);
     let local = |draw: Vec<Question>| -> Vec<Question> {

@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvchunk::PositionPlan;
 use kvengine::{Engine, PinnedPrompt, PoolTag, Request};
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 use tracing::{debug, info};
 
-use crate::beginning::{Beginning, chunked, only_keys};
+use crate::beginning::{Beginning, Frequencies, chunked, longest, only_keys, plan};
 use crate::leisure::{LeisureJob, Place};
 use crate::prompt::PartName;
 use crate::refusal::Refusal;
@@ -24,6 +25,7 @@ const SHARE: f64 = 0.5;
 pub(crate) struct Pins {
     /// The largest number of blocks that a tenant may pin.
     most: usize,
+    frequencies: Frequencies,
     all: Mutex<Pinned>,
 }
 
@@ -47,6 +49,8 @@ struct Pin {
     system: Option<String>,
     beginning: Arc<Beginning>,
     tokens: Vec<u32>,
+    /// The position for which the keys are stored.
+    stored_start: i64,
     /// `None` while the caches are asleep.
     claim: Option<PinnedPrompt>,
 }
@@ -90,6 +94,7 @@ impl Copies {
     fn pins(self, claims: Vec<PinnedPrompt>) -> Vec<(Place, Pin)> {
         let Some(prompt) = chunked(&self.request) else { return Vec::new() };
         let Some(beginning) = Beginning::of(&self.request).map(Arc::new) else { return Vec::new() };
+        let Some(plan) = plan(&self.request) else { return Vec::new() };
         let mut claims: Vec<_> = claims.into_iter().map(Some).collect();
         let pin = |copied: Copied| {
             let claim = claims.get_mut(copied.chunk).and_then(Option::take);
@@ -100,6 +105,7 @@ impl Copies {
                 system: self.system.clone(),
                 beginning: Arc::clone(&beginning),
                 tokens: prompt.chunks().get(copied.chunk)?.clone(),
+                stored_start: stored_start(&plan, copied.chunk)?,
                 claim: claim.filter(|claim| claim.document_tokens() > 0),
             };
             Some((copied.place, pin))
@@ -109,9 +115,11 @@ impl Copies {
 }
 
 impl Pins {
-    /// Creates a list without documents, for a pool with this number of blocks for documents.
-    pub(crate) fn new(blocks: usize, tenants: usize) -> Self {
-        Self { most: (SHARE * blocks as f64) as usize / tenants.max(1), all: Mutex::default() }
+    /// Creates a list without documents, for a pool with this number of blocks for documents and a model with these
+    /// frequencies.
+    pub(crate) fn new(blocks: usize, tenants: usize, frequencies: Frequencies) -> Self {
+        let most = (SHARE * blocks as f64) as usize / tenants.max(1);
+        Self { most, frequencies, all: Mutex::default() }
     }
 
     /// Returns whether a tenant's document is pinned.
@@ -132,14 +140,16 @@ impl Pins {
         Ok(self.all.lock().add(pins, self.most))
     }
 
-    /// Returns those documents that should be pinned as they stand in a prompt behind the tokens `before`, where each takes
-    /// so many blocks. Notes the use of those that are pinned there. All are a tenant's, and have room together.
+    /// Returns those documents that should be pinned as they stand in the prompt of a request, where each takes so many
+    /// blocks. Notes the use of those that are pinned like that. All are a tenant's, and have room together.
     fn wanted(
         &self,
         tenant: Option<&Arc<str>>,
-        before: &[u32],
+        request: &Request,
         documents: Vec<(Copied, usize)>,
     ) -> Vec<Copied> {
+        let (Some(prompt), Some(plan)) = (chunked(request), plan(request)) else { return Vec::new() };
+        let longest = longest(&plan, request.max_new_tokens);
         let mut all = self.all.lock();
         let used = all.count();
         let with_system = all.of_tenant(tenant).filter(|(_, pin)| pin.system.is_some());
@@ -158,9 +168,11 @@ impl Pins {
                 Some(pin)
                     if pin.claim.is_some()
                         && Arc::ptr_eq(&pin.text, &copied.text)
-                        && *is_same
-                            .entry(Arc::as_ptr(&pin.beginning))
-                            .or_insert_with(|| pin.beginning.tokens() == before) =>
+                        && Some(pin.stored_start) == stored_start(&plan, copied.chunk)
+                        && *is_same.entry(Arc::as_ptr(&pin.beginning)).or_insert_with(|| {
+                            pin.beginning.tokens() == prompt.system()
+                                && self.frequencies.are_same(pin.beginning.longest(), longest)
+                        }) =>
                 {
                     pin.used = used;
                     room = room.saturating_sub(pin.blocks());
@@ -222,6 +234,11 @@ impl Pins {
         all.documents.values_mut().for_each(|pin| pin.claim = None);
         (empty(), all.take_lost())
     }
+}
+
+/// Returns the position for which the keys of a chunk are stored.
+fn stored_start(plan: &PositionPlan, chunk: usize) -> Option<i64> {
+    plan.chunks.get(chunk).map(|place| place.stored_start)
 }
 
 impl Pin {
@@ -355,14 +372,16 @@ impl Service {
         request: &Request,
         documents: &[(PartName, usize)],
     ) -> Option<oneshot::Sender<()>> {
-        let prompt = chunked(request).filter(|_| request.cache_salt.is_none())?;
+        if request.cache_salt.is_some() || chunked(request).is_none() {
+            return None;
+        }
         let tenant: Option<Arc<str>> = request.tenant.as_deref().map(Into::into);
         let copied = |(chunk, (name, tokens)): (usize, &(PartName, usize))| {
             let (text, place) = (Arc::clone(name.registered.as_ref()?), (tenant.clone(), name.id.clone()));
             Some((Copied { place, text, chunk }, self.block.of_tokens(*tokens)))
         };
         let registered = documents.iter().enumerate().filter_map(copied).collect();
-        let wanted = self.pins.wanted(tenant.as_ref(), prompt.system(), registered);
+        let wanted = self.pins.wanted(tenant.as_ref(), request, registered);
         if wanted.is_empty() {
             return None;
         }
@@ -447,11 +466,11 @@ mod tests {
         let (before, chunks): (Vec<u32>, _) = ((0..10_000).collect(), vec![vec![1, 2]; 50]);
         let prompt = ChunkedPrompt::new(before.clone(), chunks, vec![3]).unwrap();
         let request = Request::new(PromptTokens::Chunked(prompt));
-        let pins = Pins::new(40, 2);
+        let pins = Pins::new(40, 2, Frequencies::default());
         let copied = |chunk: usize| Copied { place: (None, chunk.to_string()), text: "a".into(), chunk };
         // The first one stands in the prompt twice.
         let documents = [0].into_iter().chain(0..50).map(|chunk| (copied(chunk), 3)).collect();
-        let wanted = pins.wanted(None, &before, documents);
+        let wanted = pins.wanted(None, &request, documents);
         assert_eq!(wanted.iter().map(|one| one.chunk).collect::<Vec<_>>(), [0, 1, 2], "up to 10 blocks");
         let copies = Copies::new(&request, None, wanted);
         assert!(

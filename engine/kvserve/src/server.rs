@@ -17,6 +17,7 @@ use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinHandle;
 use tracing::{debug, info, warn};
 
+use crate::beginning::Frequencies;
 use crate::body_memory::BodyMemory;
 use crate::config::{Limits, ServedModel, ServerConfig};
 use crate::descriptors;
@@ -123,7 +124,8 @@ impl Server {
         let listener = runtime.block_on(TcpListener::bind(address)).map_err(listen)?;
         let address = listener.local_addr().map_err(listen)?;
         let block = BlockSize::of(&engine);
-        let pins = Pins::new(engine.report().chunks.map_or(0, |pool| pool.total), tenants);
+        let frequencies = Frequencies::of(engine.model().config());
+        let pins = Pins::new(engine.report().chunks.map_or(0, |pool| pool.total), tenants, frequencies);
         let registrar = Registrar::start(journal, runtime.handle().clone())?;
         let engine = EngineThread::start(engine)?;
         let (stopping, closing) = (watch::channel(false).0, watch::channel(false).0);

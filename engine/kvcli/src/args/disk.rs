@@ -7,7 +7,6 @@ use clap::{Args, ValueEnum};
 use kvchunk::LoadRule;
 use kvcore::PolicyKind;
 use kvengine::Engine;
-use kvload::ServerUrl;
 use kvtier::{Slab, SlabConfig};
 
 use super::{EngineArgs, WayArgs, at_least_one};
@@ -190,32 +189,6 @@ pub(super) fn bytes(text: &str) -> std::result::Result<u64, String> {
     } else {
         Err(format!("{text:?} is not a possible size of a file"))
     }
-}
-
-/// Options of `kvc doctor`.
-#[derive(Debug, Args)]
-#[command(after_help = "\
-Examples:
-
-    kvc doctor ./kv                                            how a disk is read and written, and how fast
-    kvc doctor --url http://127.0.0.1:8000                     what a server's numbers say
-    kvc doctor --url http://127.0.0.1:8000 --api-key KEY       if the server has keys")]
-pub(crate) struct DoctorArgs {
-    /// Folder on the disk to examine. 100 MB are written there and removed.
-    #[arg(value_name = "FOLDER", default_value = ".")]
-    pub(crate) folder: PathBuf,
-
-    /// Examine a running `kvc serve` instead: few documents found, no room for them, requests that wait.
-    #[arg(long, value_name = "URL", conflicts_with = "folder")]
-    pub(crate) url: Option<ServerUrl>,
-
-    /// Key of the tenant `operator`, if the server has keys.
-    #[arg(long, value_name = "KEY", requires = "url")]
-    pub(crate) api_key: Option<String>,
-
-    /// Print JSON instead of a table.
-    #[arg(long)]
-    pub(crate) json: bool,
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::str::FromStr;
 mod asking;
 mod bench;
 mod disk;
+mod doctor;
 mod eval;
 mod prompt;
 mod sampling;
@@ -17,7 +18,8 @@ mod way;
 
 pub(crate) use asking::{AskingArgs, EngineArgs};
 pub(crate) use bench::{BenchArgs, BenchKind, MeasuredArgs, RagArgs, ServeArgs};
-pub(crate) use disk::{DiskArgs, DoctorArgs, InspectArgs, WarmArgs};
+pub(crate) use disk::{DiskArgs, InspectArgs, WarmArgs};
+pub(crate) use doctor::{AnswersArgs, DoctorArgs, Examined};
 pub(crate) use eval::EvalArgs;
 pub(crate) use prompt::PromptArgs;
 pub(crate) use sampling::{FormArgs, SamplingArgs};
@@ -58,14 +60,15 @@ impl Cli {
     /// Parses the command line. Exits with code 2 if the arguments are invalid.
     pub(crate) fn of_the_program() -> Self {
         let cli = Self::parse_with_file();
-        if let Command::Serve(args) = &cli.command
-            && let Some(what) = args.without_effect()
-        {
-            Self::command().error(ErrorKind::ArgumentConflict, what).exit();
-        }
-        if let Command::Run(args) = &cli.command
-            && let Some(what) = args.without_effect().or_else(|| args.sampling.without_effect())
-        {
+        let without_effect = match &cli.command {
+            Command::Serve(args) => args.without_effect(),
+            Command::Run(args) => args.without_effect().or_else(|| args.sampling.without_effect()),
+            Command::Doctor(DoctorArgs { examined: Some(Examined::Answers(args)), .. }) => {
+                args.asked.without_effect()
+            }
+            _ => None,
+        };
+        if let Some(what) = without_effect {
             Self::command().error(ErrorKind::ArgumentConflict, what).exit();
         }
         cli
@@ -75,13 +78,7 @@ impl Cli {
 impl RunArgs {
     /// Returns an error message if a given option has no effect on the prompt or on the chosen kind of cache.
     fn without_effect(&self) -> Option<&'static str> {
-        match self.cache {
-            _ if !self.asked.template_args.is_empty()
-                && !self.asked.chat
-                && self.asked.messages.is_none() =>
-            {
-                Some("--template-arg applies only to --chat and --messages")
-            }
+        self.asked.without_effect().or(match self.cache {
             Cache::Paged | Cache::Grouped if self.max_len.is_some() => {
                 Some("--max-len applies only to --cache static")
             }
@@ -89,7 +86,7 @@ impl RunArgs {
                 Some("--memory-share applies only to --cache paged")
             }
             _ => None,
-        }
+        })
     }
 }
 
@@ -110,7 +107,7 @@ pub(crate) enum Command {
     Warm(Box<WarmArgs>),
     /// Describe what is stored on a disk.
     Inspect(InspectArgs),
-    /// Find out how a disk is read and written here, why not in a better way, and how fast.
+    /// Examine a disk, a running server, or an answer that differs with reuse.
     Doctor(DoctorArgs),
     /// Measure a workload.
     Bench(Box<BenchArgs>),

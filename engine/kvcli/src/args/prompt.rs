@@ -1,4 +1,4 @@
-//! Options of `kvc run` for the prompt.
+//! Options of `kvc run` and `kvc doctor answers` for the prompt.
 
 use std::path::PathBuf;
 
@@ -65,6 +65,15 @@ pub(crate) struct PromptArgs {
     /// File with a prompt to answer first, after all prompts from --warm. May be repeated.
     #[arg(long, value_name = "FILE")]
     pub(crate) warm_file: Vec<PathBuf>,
+}
+
+impl PromptArgs {
+    /// Returns an error message if a given option has no effect on the prompt.
+    pub(super) fn without_effect(&self) -> Option<&'static str> {
+        let templated = self.chat || self.messages.is_some();
+        (!self.template_args.is_empty() && !templated)
+            .then_some("--template-arg applies only to --chat and --messages")
+    }
 }
 
 /// Splits `NAME=VALUE`.

@@ -60,7 +60,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         return save(path, &asking::questions(&args.asking, asking::SHOWN)?);
     }
     let kept = args.answers.as_deref().map(result_file).transpose()?;
-    let (mut engine, codec) = asking::engine(&args.asking, &args.engine)?;
+    let (mut engine, codec) = asking::engine(args.asking.model.as_deref(), &args.engine)?;
     let questions = asking::questions(&args.asking, if args.gate { asking::JUDGED } else { asking::SHOWN })?;
     let file = args.reuse.as_deref().map(TunedReuse::read).transpose()?;
     let tuned = file.as_ref().map(|file| file.of(engine.model())).transpose()?;

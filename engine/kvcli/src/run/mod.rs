@@ -17,8 +17,7 @@ use crate::way::ChosenWay;
 use crate::{backend, load};
 use prompt_cache::PromptCache;
 pub(crate) use prompt_cache::PromptCacheJson;
-pub(crate) use prompts::RunPrompts;
-pub(crate) use prompts::document;
+pub(crate) use prompts::{RunPrompts, document, variables};
 
 mod form;
 mod library;
@@ -30,7 +29,7 @@ const DEFAULT_SHARE: f64 = 0.5;
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let prompts = RunPrompts::read(&args.asked)?;
-    let variables = prompts::variables(&args.asked)?;
+    let variables = variables(&args.asked)?;
     let OpenedBackend { backend, dense } =
         backend::open(&args.backend, HostSteps { threads: args.threads, compute: args.compute })?;
     let ModelDirectory { model, codec, .. } = load::model(args.model.as_deref(), args.weights, dense)?;

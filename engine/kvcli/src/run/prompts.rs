@@ -63,7 +63,7 @@ struct ChatForm {
 
 impl RunPrompts {
     /// Reads all files that the options name.
-    pub(super) fn read(args: &PromptArgs) -> Result<Self> {
+    pub(crate) fn read(args: &PromptArgs) -> Result<Self> {
         let documents = args.documents.iter().map(|path| document(path)).collect::<Result<Vec<_>>>()?;
         let system = args.system.clone();
         let (text, form) = if let Some(file) = &args.messages {
@@ -104,7 +104,7 @@ impl RunPrompts {
     }
 
     /// Returns an iterator over the prompts to answer first, as tokens.
-    pub(super) fn warm<'a>(
+    pub(crate) fn warm<'a>(
         &'a self,
         codec: &'a TextCodec,
     ) -> impl Iterator<Item = Result<PromptTokens>> + 'a {
@@ -113,7 +113,7 @@ impl RunPrompts {
 
     /// Says which documents of the library the prompt contains, or explains why the separator did not split the prompt:
     /// none was given, or it occurs fewer than two times.
-    pub(super) fn note(&self, asked: &AskedPrompt) -> Option<String> {
+    pub(crate) fn note(&self, asked: &AskedPrompt) -> Option<String> {
         if let Some(library) = &self.library {
             return Some(library.note(asked));
         }
@@ -187,7 +187,7 @@ impl RunPrompts {
 }
 
 /// Returns the variables for the chat template. A value that starts with `@` names a file with JSON.
-pub(super) fn variables(args: &PromptArgs) -> Result<Vec<(String, Variable)>> {
+pub(crate) fn variables(args: &PromptArgs) -> Result<Vec<(String, Variable)>> {
     let variable = |(name, value): &(String, String)| {
         let value = match value.strip_prefix('@') {
             Some(path) => Variable::from_json(&text_of(Path::new(path))?)

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 #![allow(clippy::needless_pass_by_value, reason = "JSON is written where it is passed")]
 
+mod alert_rules;
 mod answer_form;
 mod anthropic;
 mod anthropic_tools;
@@ -15,9 +16,11 @@ mod documents;
 mod endpoints;
 mod hostile;
 mod kept_documents;
+mod leisure;
 mod many_documents;
 mod origins;
 mod page;
+mod pinned_places;
 mod pins;
 mod recorded;
 mod references;

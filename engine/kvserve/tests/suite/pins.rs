@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kvbackend_cpu::CpuBackend;
 use kvengine::{Engine, EngineConfig};
 use kvmodel::ModelDirectory;
-use kvserve::{ApiKeys, ServedModel, Server, ServerConfig};
+use kvserve::{ApiKeys, DocumentReuse, ServedModel, Server, ServerConfig};
 use serde_json::{Value, json};
 
 use super::client::{call, get, post};
@@ -26,33 +26,43 @@ fn with_settings(enable_sleep_mode: bool, settings: ServerConfig) -> Server {
 
 /// Starts a server whose cache has room for so many documents, of which half may be pinned.
 fn with_room(documents: usize, enable_sleep_mode: bool, settings: ServerConfig) -> Server {
-    let ModelDirectory { model, codec, .. } = loaded();
+    with_model(loaded, reuse(), (documents, enable_sleep_mode), settings)
+}
+
+/// Starts a server like [`with_room`], over the model that `load` loads.
+pub(super) fn with_model(
+    load: impl Fn() -> ModelDirectory,
+    reuse: DocumentReuse,
+    (documents, enable_sleep_mode): (usize, bool),
+    settings: ServerConfig,
+) -> Server {
+    let ModelDirectory { model, codec, .. } = load();
     let longest = DOCUMENTS.iter().map(|(_, text)| codec.encode(text, false).unwrap().len()).max().unwrap();
-    let probe = Engine::new(loaded().model, CpuBackend::new(), codec.digest(), &small()).unwrap();
+    let probe = Engine::new(load().model, CpuBackend::new(), codec.digest(), &small()).unwrap();
     let block_bytes = probe.cache().arena().layout().block_bytes();
     let blocks = documents * longest.div_ceil(16) + 1;
     let config = EngineConfig { kv_memory: Some(2 * blocks * block_bytes), enable_sleep_mode, ..small() };
     let engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
-    let model = ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: Some(reuse()) };
+    let model = ServedModel { engine, codec, names: vec![MODEL.to_owned()], reuse: Some(reuse) };
     Server::start(model, settings).unwrap()
 }
 
-fn path(at: usize) -> String {
+pub(super) fn path(at: usize) -> String {
     format!("/v1/documents/{}", DOCUMENTS[at].0)
 }
 
-fn put(server: &Server, at: usize, more: Value) {
+pub(super) fn put(server: &Server, at: usize, more: Value) {
     let mut body = json!({"text": DOCUMENTS[at].1});
     super::common::add(&mut body, more);
     let answer = call(server.address(), "PUT", &path(at), &[], body.to_string().as_bytes());
     assert!(answer.status < 300, "{answer:?}");
 }
 
-fn is_pinned(server: &Server, at: usize) -> bool {
+pub(super) fn is_pinned(server: &Server, at: usize) -> bool {
     get(server.address(), &path(at)).json()["pinned"] == true
 }
 
-fn wait_until(what: &str, holds: impl Fn() -> bool) {
+pub(super) fn wait_until(what: &str, holds: impl Fn() -> bool) {
     let until = Instant::now() + Duration::from_secs(60);
     while !holds() {
         assert!(Instant::now() < until, "{what}");
@@ -108,7 +118,7 @@ fn flood_behind(server: &Server, system: &str) {
     }
 }
 
-fn pinned(server: &Server) {
+pub(super) fn pinned(server: &Server) {
     put(server, 0, json!({"system": SYSTEM}));
     wait_until("it is never pinned", || is_pinned(server, 0));
 }

@@ -1,4 +1,4 @@
-//! Checkpoints: while no request is sent, nothing is held, all threads live, and fixed requests have their answers.
+//! Checkpoints: while no request is sent, nothing is held but registered documents, all threads live, and fixed requests have their answers.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
 use crate::counted::allocated;
+use crate::kept;
 use crate::requests::{Dialect, add_documents, asked};
 use crate::served::KEYS;
 use crate::state::State;
@@ -21,7 +22,7 @@ pub(crate) const FIXED: usize = 2 * Dialect::ALL.len();
 /// The time after the end of the traffic in which everything must have been given back.
 const GIVEN_BACK: Duration = Duration::from_secs(10);
 
-/// The memory that an idle connection may take at both of its ends, in bytes.
+/// The memory that an idle connection may take in the process of the server, in bytes.
 const IDLE_CONNECTION: u64 = 16 << 10;
 
 /// The least number of checkpoints before memory is judged by its growth.
@@ -89,7 +90,8 @@ impl Checkpoints {
         });
         let until = Instant::now() + GIVEN_BACK;
         let held = loop {
-            let held = held(server);
+            let pinned = runtime.block_on(kept::pinned_blocks(&place));
+            let held = held(server, pinned);
             if held.is_ok() || Instant::now() > until {
                 break held;
             }
@@ -170,14 +172,19 @@ fn mib(bytes: u64) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Checks that all blocks are free or cached, and that no request runs.
-fn held(server: &Server) -> Result<(), String> {
+/// Checks that all blocks are free or cached but those of pinned documents, and that no request runs.
+fn held(server: &Server, pinned: Option<usize>) -> Result<(), String> {
+    let pinned = pinned.ok_or("the tokens of registered documents have not been counted")?;
     let report = server.with_engine(|engine| engine.check_invariants().map(|()| engine.report()));
     let report = report.ok_or("the engine does not answer")??;
-    for (name, counts) in [("main", report.main), ("documents", report.chunks)] {
+    for (name, counts, pinned) in [("main", report.main, 0), ("documents", report.chunks, pinned)] {
         let Some(counts) = counts else { continue };
-        if counts.total != counts.free + counts.cached || counts.mutable + counts.shared > 0 {
-            return Err(format!("blocks of the pool {name} are held: {counts:?}"));
+        if counts.total != counts.free + counts.cached + pinned
+            || (counts.mutable, counts.shared) != (0, pinned)
+        {
+            return Err(format!(
+                "{pinned} blocks of the pool {name} are pinned, and these are held: {counts:?}"
+            ));
         }
     }
     Ok(())

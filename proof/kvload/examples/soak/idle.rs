@@ -1,11 +1,13 @@
-//! Connections on which nothing, or only the beginning of a request, is sent.
+//! Connections on which nothing, or only the beginning of a request, is sent. Their clients are in a process of their own,
+//! because each end of a connection takes one of the files that a process may open.
 
-use std::io::{ErrorKind, Read as _, Write as _};
-use std::net::{SocketAddr, TcpStream};
-use std::time::{Duration, Instant};
+use std::io::{BufRead as _, BufReader, Error, Result, Write as _};
+use std::net::SocketAddr;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
+use crate::idle_client::{Order, Report};
 use crate::served::RECEIVE_TIME;
 use crate::tally::Tally;
 use crate::users::Stop;
@@ -21,22 +23,38 @@ pub(crate) fn raise_limit() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX)
 }
 
-/// Returns the number of idle connections that a limit of open files leaves room for. Both ends are in this process.
+/// Returns the number of idle connections that a limit of open files leaves room for at the server's end.
 pub(crate) fn room(files: u64, users: u64) -> usize {
-    usize::try_from(files.saturating_sub(OTHERS + 4 * users) / 2).unwrap_or(usize::MAX)
+    usize::try_from(files.saturating_sub(OTHERS + 4 * users)).unwrap_or(usize::MAX)
 }
 
-/// Idle connections.
+/// Idle connections, as the process of their clients reports them.
+///
+/// # Drop behaviour
+/// Ends the process, which closes the connections, and waits for it.
 pub(crate) struct IdleConnections {
-    address: SocketAddr,
     wanted: usize,
-    open: Vec<(Instant, TcpStream)>,
+    open: usize,
     most: usize,
+    clients: Child,
+    /// `None` once the process is to end.
+    orders: Option<ChildStdin>,
+    reports: BufReader<ChildStdout>,
+    failed: Option<Error>,
 }
 
 impl IdleConnections {
-    pub(crate) fn new(address: SocketAddr, wanted: usize) -> Self {
-        Self { address, wanted, open: Vec::new(), most: 0 }
+    /// Starts the process of the clients, without connections.
+    pub(crate) fn start(address: SocketAddr, wanted: usize) -> Result<Self> {
+        let mut clients = Command::new(std::env::current_exe()?)
+            .args(["--idle-client", &address.to_string(), "--idle", &wanted.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let orders = clients.stdin.take();
+        let reports = clients.stdout.take().map(BufReader::new);
+        let reports = reports.ok_or_else(|| Error::other("the idle clients have no output"))?;
+        Ok(Self { wanted, open: 0, most: 0, clients, orders, reports, failed: None })
     }
 
     /// Returns how many are wanted, and how many were open at the same time.
@@ -46,43 +64,50 @@ impl IdleConnections {
 
     /// Returns how many are open.
     pub(crate) fn now(&self) -> usize {
-        self.open.len()
+        self.open
     }
 
     /// Opens the connections that are missing, while there is traffic.
     pub(crate) fn open(&mut self, stop: &Stop) {
-        while self.open.len() < self.wanted && !stop.is_over() {
-            let began = Instant::now();
-            let Ok(mut stream) = TcpStream::connect_timeout(&self.address, Duration::from_secs(5)) else {
-                break;
-            };
-            // Every other client begins a request that it never ends.
-            if self.open.len().is_multiple_of(2)
-                && stream.write_all(b"POST /v1/chat/completions HTTP/1.1\r\n").is_err()
-            {
-                break;
-            }
-            if stream.set_nonblocking(true).is_err() {
-                break;
-            }
-            self.open.push((began, stream));
+        match self.ask(Order::Open(stop.left())) {
+            Ok(report) => self.most = self.most.max(report.open),
+            Err(error) => self.failed = Some(error),
         }
-        self.most = self.most.max(self.open.len());
     }
 
     /// Forgets the connections that the server has closed, which it may do only after the time that it gives a client.
     pub(crate) fn count_open(&mut self, tally: &Tally) {
-        let mut early = 0;
-        self.open.retain_mut(|(since, stream)| {
-            let is_open =
-                matches!(stream.read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock);
-            early += usize::from(!is_open && since.elapsed() < RECEIVE_TIME);
-            is_open
-        });
-        if early > 0 {
-            tally.violation(format!(
-                "{early} idle connections were closed before {RECEIVE_TIME:?} had passed"
-            ));
+        let counted = match self.failed.take() {
+            Some(error) => Err(error),
+            None => self.ask(Order::Count),
+        };
+        match counted {
+            Ok(Report { early: 0, .. }) => {}
+            Ok(Report { early, .. }) => {
+                tally.violation(format!(
+                    "{early} idle connections were closed before {RECEIVE_TIME:?} had passed"
+                ));
+            }
+            Err(error) => tally.violation(format!("the idle clients do not answer: {error}")),
         }
+    }
+
+    /// Sends an order to the process of the clients, and waits for its report.
+    fn ask(&mut self, order: Order) -> Result<Report> {
+        let orders = self.orders.as_mut().ok_or_else(|| Error::other("they have ended"))?;
+        writeln!(orders, "{}", serde_json::to_string(&order)?)?;
+        let mut line = String::new();
+        self.reports.read_line(&mut line)?;
+        let report: Report = serde_json::from_str(&line)?;
+        self.open = report.open;
+        Ok(report)
+    }
+}
+
+impl Drop for IdleConnections {
+    fn drop(&mut self) {
+        // Without orders, the process ends.
+        drop(self.orders.take());
+        let _ = self.clients.wait();
     }
 }

@@ -4,7 +4,8 @@
 //! Every few seconds the traffic pauses, and a checkpoint checks that nothing is held, that all threads live, that fixed
 //! requests have the answers that they had at first, and how much memory the process has.
 //!
-//! The state is in `target/soak/state.json`. If a run is interrupted, the next one with the same options goes on.
+//! The state is in `target/soak/state.json`, and the registered documents are in a file beside it. If a run is interrupted,
+//! the next one with the same options goes on, and must find the documents.
 //!
 //! ```text
 //! cargo run --release --all-features --example soak -- --seconds 600             ten minutes, from a seed of the clock
@@ -12,6 +13,7 @@
 //! ```
 
 use std::io::IsTerminal as _;
+use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -27,6 +29,8 @@ use tokio::task::JoinSet;
 mod check;
 mod counted;
 mod idle;
+mod idle_client;
+mod kept;
 mod requests;
 mod served;
 mod state;
@@ -64,6 +68,9 @@ struct Soak {
     /// Let only clients of one kind send requests, to find out which ones a violation needs.
     #[arg(long)]
     only: Option<Kind>,
+    /// Be the process of the clients of idle connections to this address.
+    #[arg(long, hide = true)]
+    idle_client: Option<SocketAddr>,
 }
 
 /// A kind of clients.
@@ -80,7 +87,11 @@ enum Kind {
 fn main() -> ExitCode {
     counted::limit_arenas();
     let args = Soak::parse();
-    match soak(&args) {
+    let result = match args.idle_client {
+        Some(address) => idle_client::follow(address, args.idle).map(|()| true).map_err(Into::into),
+        None => soak(&args),
+    };
+    match result {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
@@ -97,15 +108,18 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
     let tally = Arc::new(Tally::new(std::mem::take(&mut state.counts)));
     tally.count_panics();
     let files = idle::raise_limit();
-    let server = start()?;
+    let server = start(resumed)?;
     let place = Place::new(format!("http://{}", server.address()).parse()?, Arc::clone(&tally));
     println!("seed {}; a server at {}; {files} files may be open", state.seed, server.address());
     if resumed {
         println!("going on after {:.0} seconds", state.seconds);
     }
     let runtime = Builder::new_current_thread().enable_all().build()?;
+    if resumed {
+        runtime.block_on(kept::remove_others(&place));
+    }
     let mut checkpoints = Checkpoints::default();
-    let mut idle = IdleConnections::new(server.address(), args.idle.min(idle::room(files, args.users)));
+    let mut idle = IdleConnections::start(server.address(), args.idle.min(idle::room(files, args.users)))?;
     let bar = bar(args.seconds);
     let total = Duration::from_secs(args.seconds);
     let mut told = Instant::now();
@@ -172,6 +186,8 @@ async fn traffic(place: &Place, state: &State, args: &Soak, stop: &Stop, bar: &P
     }
     running.spawn(users::watch(place.with_key(served::OPERATOR_KEY), stop.clone()));
     running.spawn(users::repeat(place.with_key(KEYS[0].0), stop.clone()));
+    let (keeping, segment) = (place.clone(), state.segments);
+    running.spawn(async move { kept::keep(&keeping, segment).await });
     if args.only.is_none_or(|only| only == Kind::Vanish) {
         running.spawn(users::storm(place.with_key(KEYS[1].0), seed(args.users), stop.clone()));
     }

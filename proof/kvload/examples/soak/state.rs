@@ -53,7 +53,8 @@ impl State {
     }
 }
 
-fn folder() -> PathBuf {
+/// Returns the folder of the soak, which exists once a state has been resumed.
+pub(crate) fn folder() -> PathBuf {
     xtask::run::target().join("soak")
 }
 

@@ -12,6 +12,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::task::JoinSet;
 
 use crate::check::{FIXED, FixedAnswers};
+use crate::kept::names;
 use crate::requests::{Dialect, Drawn, Must, SYSTEM, asked, document, draw, fits_schema, malformed};
 use crate::tally::Tally;
 
@@ -94,7 +95,8 @@ impl Place {
         }
     }
 
-    async fn json(
+    /// Sends a request whose answer is JSON. A body of `null` is none.
+    pub(crate) async fn json(
         &self,
         kind: &str,
         (method, path, body): (&str, &str, Value),
@@ -272,11 +274,6 @@ pub(crate) async fn register(place: Place, user: u64, mut rng: StdRng, stop: Sto
             place.tally.violation(format!("the deleted document {id} was found"));
         }
     }
-}
-
-/// Returns true if an answer says that a document stands in its prompt.
-fn names(answer: &Value, id: &str) -> bool {
-    answer["kv"]["parts"].as_array().into_iter().flatten().any(|part| part["id"] == id)
 }
 
 /// Vanishes again and again: before, while and after an answer begins.
