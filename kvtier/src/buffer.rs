@@ -85,6 +85,14 @@ impl RecordBuffer {
         matches!(self.memory, Memory::Piece(_)) && self.len.is_multiple_of(PAGE)
     }
 
+    /// Returns the number of bytes of the memory, which may be larger than the buffer.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        match &self.memory {
+            Memory::Bytes(bytes) => bytes.capacity(),
+            Memory::Piece(piece) => piece.pages() * PAGE,
+        }
+    }
+
     /// Returns the memory if a disk can use it.
     pub(crate) fn into_piece(self) -> Option<Piece> {
         match self.memory {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use common::disk::TestDisk;
 use common::{in_slab_memory, load, record};
+use kvtier::io::Direction;
 use kvtier::{Missed, RecordId, Slab, SlabConfig, Stored};
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -74,6 +75,44 @@ fn a_record_that_was_not_given_back_is_read_from_the_disk() {
         drop(load(&slab, &record(0, RECORD).id).unwrap());
         assert_eq!(slab.usage().memory_hits, memory_hits);
     }
+    // Loads whose end nobody asks for, from the disk and from memory, give their record back.
+    for memory_hits in [1, 2, 3] {
+        assert!(slab.begin_load(&record(0, RECORD).id).wait_until(Instant::now() + PATIENCE));
+        assert_eq!((slab.usage().memory_hits, slab.usage().memory_bytes), (memory_hits, 1 << 16));
+    }
+}
+
+#[test]
+fn what_could_not_be_written_or_is_too_large_does_not_stay() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open_with(config(3 * RECORD)).unwrap();
+    disk.state().failing = Some(Direction::Write);
+    slab.store(in_slab_memory(&slab, &record(0, RECORD)));
+    assert!(slab.flush(PATIENCE));
+    assert_eq!((slab.usage().records, slab.usage().memory_bytes), (0, 0));
+    disk.state().failing = None;
+    slab.store(record(1, 3 * RECORD + 1));
+    assert!(slab.flush(PATIENCE));
+    assert_eq!((slab.usage().records, slab.usage().memory_bytes), (1, 0));
+    store(&slab, 2..3);
+    assert_eq!(slab.usage().memory_bytes, 1 << 16);
+}
+
+#[test]
+fn memory_serves_although_the_disk_owes_many_answers() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open_with(config(RECORD)).unwrap();
+    let large = record(0, 300_000);
+    slab.store(large.clone());
+    assert!(slab.flush(PATIENCE));
+    store(&slab, 1..2);
+    disk.hang();
+    // The tests' slab may hold 4 MiB for loads that nobody waits for.
+    for _ in 0..20 {
+        assert!(matches!(slab.load(&large.id, Instant::now()), Err(Missed::Late)));
+    }
+    load_from_memory(&slab, 1);
+    disk.go_on();
 }
 
 #[test]

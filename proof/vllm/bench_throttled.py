@@ -3,7 +3,7 @@
     python bench_throttled.py MODEL [--speeds 10,50,200] [--processes 3] [--folder FOLDER] [--json FILE]
 
 A process stores a prompt of documents, and one computes it without a disk. For each speed in MB/s, another process finds what
-is stored while the kernel throttles its use of the disk (a control group, which needs root). At the first speed, one more process
+is stored while the kernel throttles its use of the disk (a control group, which needs root). At the slowest speed, one more process
 computes the prompt and stores it in an empty folder. This is done with the disk of
 `ChunkConnector`, for chunks and ordinary prompts, and with `SlabTier` below vLLM's own offloading. The first request of each
 kind counts, and a later one, both with vLLM's own cache and the host memory empty. The median over several processes may take
@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -52,7 +53,7 @@ class Throttle:
                 (GROUPS / "cgroup.subtree_control").write_text("+io")
             self.group.mkdir()
         except OSError as error:
-            raise SystemExit(f"the disk cannot be throttled ({error}): run this as root, where control groups limit a disk's reads") from error
+            raise SystemExit(f"the disk cannot be throttled ({error}): run this as root, where control groups limit the use of a disk") from error
 
     def limit(self, bytes_per_second: int) -> None:
         if self.old:
@@ -145,6 +146,7 @@ def main() -> None:
         print("ROW " + json.dumps(measure(args)), flush=True)
         return
     speeds = args.speeds.split(",")
+    slowest = min(speeds, key=float)
     systems = [system for system in SYSTEMS if args.only in (None, system)]
     all_rows = ("computed", *speeds, STORING)
     found: dict[str, dict[str, list[Any]]] = {row: {kind: [] for system in systems for kind in SYSTEMS[system]} for row in all_rows}
@@ -152,6 +154,10 @@ def main() -> None:
     def measured(row: str, system: str, group: Path | None = None) -> None:
         place = Path(folder, f"{STORING}-{len(found[row][SYSTEMS[system][0]])}") if row == STORING else Path(folder)
         one = run(system, row if group is None or row == STORING else f"a disk of {row} MB/s", place, args, group)
+        if row == STORING:
+            assert all(count == 0 for asked in one.values() for _, count in asked), one
+            assert any((place / system).iterdir()), "nothing was stored"
+            shutil.rmtree(place)
         for kind, asked in one.items():
             found[row][kind].append(asked)
 
@@ -166,7 +172,7 @@ def main() -> None:
                     for speed in speeds:
                         throttle.limit(int(float(speed) * 1e6))
                         measured(speed, system, throttle.group)
-                    throttle.limit(int(float(speeds[0]) * 1e6))
+                    throttle.limit(int(float(slowest) * 1e6))
                     measured(STORING, system, throttle.group)
                 if args.json:
                     Path(args.json).write_text(json.dumps({"model": args.model, "rows": found}, indent=1))
@@ -184,8 +190,8 @@ def main() -> None:
             slow += [f"{kind} at {speed} MB/s: {ratio:.2f}" for _, _, ratio in rows if ratio > MOST]
         storing = statistics.median(process[0][0] for process in found[STORING][kind])
         ratio = storing / computed[0][1]
-        print(f"| {speeds[0]} MB/s, empty | {kind} | – | {storing:.2f} s | {ratio:.2f} | | | |")
-        slow += [f"{kind} stored at {speeds[0]} MB/s: {ratio:.2f}"] if ratio > MOST else []
+        print(f"| {slowest} MB/s, empty | {kind} | – | {storing:.2f} s | {ratio:.2f} | | | |")
+        slow += [f"{kind} stored at {slowest} MB/s: {ratio:.2f}"] if ratio > MOST else []
     if slow:
         raise SystemExit(f"slower than {MOST} times computing: {slow}")
 

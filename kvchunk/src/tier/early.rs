@@ -119,7 +119,9 @@ impl TierLink {
         let hold = match cache.acquire(tenant, piece, stored_start) {
             // Another prompt has put it there.
             Acquired::Hit(hold) => {
-                drop(fetch.take_early(&key));
+                if let Some(unused) = fetch.take_early(&key) {
+                    self.slab.recycle(unused);
+                }
                 hold
             }
             Acquired::Compute(reservation) => {

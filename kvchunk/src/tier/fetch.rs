@@ -30,29 +30,67 @@ pub(super) struct Wanted {
 /// The load of a record that is here.
 struct Planned {
     id: RecordId,
-    /// The number of bytes that are read, which is 0 if the record is in host memory.
+    /// The record without which nobody can use this one.
+    parent: Option<BlockKey>,
+    /// The number of bytes of the record.
     bytes: usize,
-    /// The time to compute the record, or zero if it is not known.
+    /// False if the record is in host memory.
+    is_read: bool,
+    /// The time to compute the record, or zero if it is not known. For a record that is read, with those in host memory
+    /// that are no use without it.
     cost: Duration,
+    /// The record that is read and without which this one is no use.
+    behind: Option<BlockKey>,
+}
+
+/// The sum of a prompt's loads.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct LoadSum {
+    /// The number of all bytes, and of those that are read.
+    bytes: usize,
+    read: usize,
+    /// The time to compute everything, or `None` if it is not known, and the time to compute what is lost without the disk.
+    worth: Option<Duration>,
+    cost: Option<Duration>,
+}
+
+impl LoadSum {
+    fn of(loads: &[Planned]) -> Self {
+        let is_known = loads.iter().any(|load| !load.cost.is_zero());
+        let sum = |loads: &mut dyn Iterator<Item = &Planned>| {
+            loads.fold((0, Duration::ZERO), |(bytes, cost), load| (bytes + load.bytes, cost + load.cost))
+        };
+        let (bytes, worth) = sum(&mut loads.iter());
+        let (read, cost) = sum(&mut loads.iter().filter(|load| load.is_read));
+        let known = |cost| (read == 0 || is_known).then_some(cost);
+        Self { bytes, read, worth: known(worth), cost: known(cost) }
+    }
 }
 
 impl Planned {
-    /// Returns the number of bytes that loads read, and the time to compute what is read, or `None` if it is not known.
-    /// Records whose time is not known get the others' time per token.
-    fn sum(loads: &mut [Self]) -> (usize, Option<Duration>) {
+    /// Completes loads, given in the order in which the prompt needs them: records whose time is not known get the others' time
+    /// per token, and records in memory are counted with the one that is read and without which they are no use.
+    fn complete(loads: &mut [Self]) {
         let known = loads.iter().filter(|load| !load.cost.is_zero());
         let (tokens, time) = known.fold((0, Duration::ZERO), |(tokens, time), load| {
             (tokens + load.id.tokens.len(), time + load.cost)
         });
-        if tokens > 0 {
-            for load in loads.iter_mut().filter(|load| load.cost.is_zero()) {
-                load.cost = time.mul_f64(load.id.tokens.len() as f64 / tokens as f64);
+        for load in loads.iter_mut().filter(|load| tokens > 0 && load.cost.is_zero()) {
+            load.cost = time.mul_f64(load.id.tokens.len() as f64 / tokens as f64);
+        }
+        let mut places: HashMap<BlockKey, usize> = HashMap::new();
+        for place in 0..loads.len() {
+            let Planned { id, is_read, cost, parent, .. } = &loads[place];
+            let (key, cost) = (id.key, *cost);
+            if *is_read {
+                places.insert(key, place);
+            } else if let Some(&before) = parent.as_ref().and_then(|parent| places.get(parent)) {
+                places.insert(key, before);
+                loads[before].cost += cost;
+                loads[place].cost = Duration::ZERO;
+                loads[place].behind = Some(loads[before].id.key);
             }
         }
-        let read = loads.iter().filter(|load| load.bytes > 0);
-        let (bytes, cost) =
-            read.fold((0, Duration::ZERO), |(bytes, cost), load| (bytes + load.bytes, cost + load.cost));
-        (bytes, (bytes == 0 || tokens > 0).then_some(cost))
     }
 }
 
@@ -109,22 +147,24 @@ impl TierLink {
                 None => absent.push((id, text)),
             }
         }
-        let (mut bytes, mut cost) = Planned::sum(&mut planned);
-        let mut records = HashMap::new();
-        if bytes > 0 && self.is_slower(bytes, cost) {
-            let skipped: Vec<Planned> = planned.extract_if(.., |load| load.bytes > 0).collect();
-            self.slab.count_skipped(skipped.len());
-            records.extend(skipped.into_iter().map(|load| (load.id.key, Part::Missed(MissReason::Slower))));
-            (bytes, cost) = (0, Some(Duration::ZERO));
+        Planned::complete(&mut planned);
+        let mut sum = LoadSum::of(&planned);
+        let mut skipped = Vec::new();
+        if sum.read > 0 && self.is_slower(sum) {
+            skipped.extend(planned.extract_if(.., |load| load.is_read || load.behind.is_some()));
+            sum = LoadSum::of(&planned);
         }
         let mut staged = None;
         if !planned.is_empty() {
             let keys = planned.iter().map(|load| load.id.key).collect();
-            staged = self.staging.take(keys, bytes);
+            staged = self.staging.take(keys, sum.bytes, sum.read);
             if staged.is_none() {
-                return BeganFetch::Later(self.patience(bytes, cost));
+                return BeganFetch::Later(self.patience(sum));
             }
         }
+        self.slab.count_skipped(skipped.len());
+        let slower = |load: Planned| (load.id.key, Part::Missed(MissReason::Slower));
+        let mut records: HashMap<BlockKey, Part> = skipped.into_iter().map(slower).collect();
         // Misses are counted once, when the attempt is not repeated.
         let missed =
             |(id, text): (RecordId, _)| (id.key, Part::Missed((&self.slab.why_absent(&id, text)).into()));
@@ -139,8 +179,8 @@ impl TierLink {
             early: Early::default(),
             since,
             rule: self.rule,
-            cost,
-            bytes,
+            cost: sum.cost,
+            bytes: sum.read,
             staged,
             waits: Arc::clone(&self.waits),
         })
@@ -149,28 +189,28 @@ impl TierLink {
     /// Plans the load of a record that is here.
     fn plan(&self, id: RecordId, listing: Listing) -> Planned {
         let cost = self.prefill.cost_now(id.tokens.len(), listing.note.cost);
-        Planned { bytes: if listing.in_memory { 0 } else { listing.bytes }, cost, id }
+        let (parent, bytes, is_read) = (listing.note.parent, listing.bytes, !listing.in_memory);
+        Planned { id, parent, bytes, is_read, cost, behind: None }
     }
 
-    /// Returns how long a prompt may wait until it can load `bytes` that take `cost` to compute: as long as the disk
-    /// should take for them and for all that others load, or as long as they take to compute if that is shorter, and
-    /// a little longer.
-    fn patience(&self, bytes: usize, cost: Option<Duration>) -> Duration {
-        match (self.rule, cost) {
+    /// Returns how long a prompt may wait until it can begin with its loads: as long as the disk should take for them and for
+    /// all that others load, or as long as everything takes to compute if that is shorter, and a little longer.
+    fn patience(&self, sum: LoadSum) -> Duration {
+        match (self.rule, sum.worth) {
             (LoadRule::Always(limit), _) => limit,
             (LoadRule::IfFaster, None) => super::PATIENCE,
-            (LoadRule::IfFaster, Some(cost)) => {
-                let expected = self.slab.expected(bytes + self.staging.bytes());
-                expected.unwrap_or_default().min(cost) + cost.mul_f64(MOST_LOST)
+            (LoadRule::IfFaster, Some(worth)) => {
+                let expected = self.slab.expected(sum.read + self.staging.read());
+                expected.unwrap_or_default().min(worth) + worth.mul_f64(MOST_LOST)
             }
         }
     }
 
-    /// Returns whether computing is expected to end before the disk has read `bytes`, and the disk need not be
+    /// Returns whether computing is expected to end before the disk has read what is to be read, and the disk need not be
     /// tried again.
-    fn is_slower(&self, bytes: usize, cost: Option<Duration>) -> bool {
-        let expected = self.slab.expected(bytes + self.staging.bytes());
-        match (self.rule, expected, cost) {
+    fn is_slower(&self, sum: LoadSum) -> bool {
+        let expected = self.slab.expected(sum.read + self.staging.read());
+        match (self.rule, expected, sum.cost) {
             (LoadRule::IfFaster, Some(expected), Some(cost)) if expected >= cost => {
                 !self.skips.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIED)
             }
@@ -253,19 +293,58 @@ impl TierFetch {
 mod tests {
     use super::*;
 
-    fn load(tokens: usize, bytes: usize, milliseconds: u64) -> Planned {
-        let key = BlockKey::from_bytes([tokens as u8; 32]);
-        let id = RecordId { key, tokens: vec![0; tokens].into(), stored_start: 0, label: "test".into() };
-        Planned { id, bytes, cost: Duration::from_millis(milliseconds) }
+    const MEMORY: bool = false;
+    const DISK: bool = true;
+
+    /// A load of a record in 100 bytes per token. `number` makes its key, and `parent` that of its parent.
+    fn load(number: u8, parent: Option<u8>, is_read: bool, tokens: usize, milliseconds: u64) -> Planned {
+        let key = |number: u8| BlockKey::from_bytes([number; 32]);
+        let id = RecordId {
+            key: key(number),
+            tokens: vec![0; tokens].into(),
+            stored_start: 0,
+            label: "test".into(),
+        };
+        let (parent, cost) = (parent.map(key), Duration::from_millis(milliseconds));
+        Planned { id, parent, bytes: 100 * tokens, is_read, cost, behind: None }
+    }
+
+    /// Returns the bytes, the bytes that are read, and the times in milliseconds.
+    fn sum(loads: &mut [Planned]) -> (usize, usize, Option<u128>, Option<u128>) {
+        Planned::complete(loads);
+        let LoadSum { bytes, read, worth, cost } = LoadSum::of(loads);
+        (bytes, read, worth.map(|time| time.as_millis()), cost.map(|time| time.as_millis()))
     }
 
     #[test]
-    fn unknown_times_follow_from_the_others_and_host_memory_costs_nothing() {
-        let mut loads = [load(10, 100, 20), load(30, 300, 0), load(20, 0, 40)];
-        assert_eq!(Planned::sum(&mut loads), (400, Some(Duration::from_millis(80))));
+    fn unknown_times_follow_from_the_others() {
+        let mut loads =
+            [load(1, None, DISK, 10, 20), load(2, None, DISK, 30, 0), load(3, None, MEMORY, 20, 40)];
+        assert_eq!(sum(&mut loads), (6000, 4000, Some(120), Some(80)));
         assert_eq!(loads[1].cost, Duration::from_millis(60));
-        assert_eq!(Planned::sum(&mut [load(10, 100, 0)]), (100, None));
-        assert_eq!(Planned::sum(&mut [load(10, 0, 0)]), (0, Some(Duration::ZERO)));
-        assert_eq!(Planned::sum(&mut []), (0, Some(Duration::ZERO)));
+        assert_eq!(sum(&mut [load(1, None, DISK, 10, 0)]), (1000, 1000, None, None));
+        assert_eq!(sum(&mut [load(1, None, MEMORY, 10, 0)]), (1000, 0, Some(0), Some(0)));
+        assert_eq!(sum(&mut []), (0, 0, Some(0), Some(0)));
+    }
+
+    #[test]
+    fn what_is_in_memory_behind_a_record_on_the_disk_counts_with_it() {
+        // The head of a chain is on the disk, as is its third block.
+        let mut loads = [
+            load(1, None, DISK, 10, 10),
+            load(2, Some(1), MEMORY, 10, 11),
+            load(3, Some(2), DISK, 10, 12),
+            load(4, Some(3), MEMORY, 10, 13),
+            load(5, Some(4), MEMORY, 10, 14),
+            load(6, None, MEMORY, 10, 15),
+        ];
+        assert_eq!(sum(&mut loads), (6000, 2000, Some(75), Some(60)));
+        let each: Vec<_> = loads.iter().map(|load| load.cost.as_millis()).collect();
+        assert_eq!(each, [21, 0, 39, 0, 0, 15]);
+        let is_behind: Vec<_> = loads.iter().map(|load| load.behind.is_some()).collect();
+        assert_eq!(is_behind, [false, true, false, true, true, false]);
+        // The head is in memory: it can be used whatever the disk does.
+        let mut loads = [load(1, None, MEMORY, 10, 10), load(2, Some(1), DISK, 10, 11)];
+        assert_eq!(sum(&mut loads), (2000, 1000, Some(21), Some(11)));
     }
 }

@@ -46,6 +46,9 @@ impl TierLink {
         let cached = pool.blocks().cached_prefix(keys);
         let arrived: Vec<_> = keys[cached..].iter().map_while(|key| fetch.take(key)).collect();
         let Ok(blocks) = pool.blocks().allocate(arrived.len()) else {
+            for unused in arrived {
+                self.slab.recycle(unused);
+            }
             return Ok(SharedBlocks::none(pool.blocks()));
         };
         self.fill(blocks, (root, keys, cached), arrived)

@@ -7,8 +7,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use kvcore::BlockKey;
 use parking_lot::{Condvar, Mutex};
 
+use super::memory::Kept;
 use super::spares::Spares;
 use super::write::spans;
 use super::{Shared, Slab, SlabStep};
@@ -18,23 +20,25 @@ use crate::known::Gone;
 use crate::record::{CellRun, Header, PayloadFault, RecordId, RecordNote};
 
 /// A record that was found: a slice of its buffers.
-#[derive(Debug)]
-pub struct Found {
-    pub(super) id: RecordId,
-    pub(super) buffers: Vec<RecordBuffer>,
-}
+pub struct Found(pub(super) Kept);
 
 impl Deref for Found {
     type Target = [RecordBuffer];
 
     fn deref(&self) -> &[RecordBuffer] {
-        &self.buffers
+        &self.0.buffers
     }
 }
 
 impl PartialEq<Vec<RecordBuffer>> for Found {
     fn eq(&self, other: &Vec<RecordBuffer>) -> bool {
-        self.buffers == *other
+        self.0.buffers == *other
+    }
+}
+
+impl fmt::Debug for Found {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Found").field(&self.0.id).field(&self.0.buffers).finish()
     }
 }
 
@@ -89,7 +93,7 @@ pub struct Listing {
 
 impl Slab {
     /// Returns the size and the note of the record with this key. Does not count as a use.
-    pub fn peek(&self, key: &kvcore::BlockKey) -> Option<Listing> {
+    pub fn peek(&self, key: &BlockKey) -> Option<Listing> {
         let state = self.shared.state.lock();
         let in_memory = self.shared.memory.contains(key);
         state.get(key).map(|entry| Listing { bytes: entry.payload, note: entry.note, in_memory })
@@ -98,14 +102,13 @@ impl Slab {
     /// Starts to load a record, and returns without waiting for the disk. Records are read in the order of the
     /// calls, a few at a time.
     pub fn begin_load(&self, id: &RecordId) -> Loading {
-        // Memory that nobody waits for any more belongs to the disk until it answers.
-        let is_stuck = self.shared.given_up.load(Ordering::Relaxed) > self.shared.config.queue_bytes;
-        let place = if is_stuck { Err(Missed::Late) } else { self.shared.place(id) };
+        let place = self.shared.place(id);
         let here = place.as_ref().ok().and_then(|_| self.shared.memory.take(id));
         let bytes = if here.is_some() { 0 } else { place.as_ref().map_or(0, |place| place.payload) };
         let loading = Arc::new(LoadState {
             shared: Arc::clone(&self.shared),
             id: id.clone(),
+            parent: place.as_ref().ok().and_then(|place| place.parent),
             bytes,
             requests: AtomicUsize::new(0),
             answered: AtomicUsize::new(0),
@@ -116,6 +119,13 @@ impl Slab {
             (Ok(place), Some(buffers)) => {
                 self.shared.release(&place, id, &Ok(()));
                 loading.end(Ok(buffers));
+            }
+            // Memory that nobody waits for any more belongs to the disk until it answers.
+            (Ok(place), None)
+                if self.shared.given_up.load(Ordering::Relaxed) > self.shared.config.queue_bytes =>
+            {
+                self.shared.release(&place, id, &Ok(()));
+                loading.end(Err(Missed::Late));
             }
             (Ok(place), None) => {
                 self.shared.rates.lock().begin();
@@ -159,7 +169,8 @@ impl Slab {
 /// A record that is being loaded.
 ///
 /// # Drop behaviour
-/// Nobody waits for the record any more. The disk goes on with memory of its own.
+/// Nobody waits for the record any more. The disk goes on with memory of its own. A record that has arrived is
+/// [recycled](Slab::recycle).
 #[must_use = "dropping it forgets what was loaded"]
 pub struct Loading(Arc<LoadState>);
 
@@ -198,7 +209,7 @@ impl Loading {
     /// Returns the reason if there is no such record, or if it must not be used.
     pub fn end(self) -> Result<Found, Missed> {
         let loaded = self.0.ended.lock().loaded.take().unwrap_or(Err(Missed::Late));
-        let loaded = loaded.map(|buffers| Found { id: self.0.id.clone(), buffers });
+        let loaded = loaded.map(|buffers| Found(self.0.kept(buffers)));
         self.0.shared.count(|counts| match &loaded {
             Ok(_) => counts.hits += 1,
             Err(missed) => {
@@ -222,6 +233,8 @@ impl Drop for Loading {
         if !ended.is_over {
             ended.is_given_up = true;
             self.0.shared.given_up.fetch_add(self.0.bytes, Ordering::Relaxed);
+        } else if let Some(Ok(unused)) = ended.loaded.take() {
+            self.0.shared.keep(self.0.kept(unused));
         }
     }
 }
@@ -236,6 +249,8 @@ impl fmt::Debug for Loading {
 struct LoadState {
     shared: Arc<Shared>,
     id: RecordId,
+    /// The record without which nobody can use this one.
+    parent: Option<BlockKey>,
     /// The number of bytes that are read.
     bytes: usize,
     /// The number of requests to the disk, once they have been made.
@@ -416,12 +431,18 @@ impl Reads {
 }
 
 impl LoadState {
+    fn kept(&self, buffers: Vec<RecordBuffer>) -> Kept {
+        Kept { id: self.id.clone(), parent: self.parent, buffers }
+    }
+
     fn end(&self, loaded: Result<Vec<RecordBuffer>, Missed>) {
         let mut ended = self.ended.lock();
         ended.is_over = true;
         if ended.is_given_up {
             self.shared.given_up.fetch_sub(self.bytes, Ordering::Relaxed);
-            self.shared.recycle(loaded.unwrap_or_default());
+            if let Ok(late) = loaded {
+                self.shared.keep(self.kept(late));
+            }
         } else {
             ended.loaded = Some(loaded);
         }
@@ -435,6 +456,7 @@ struct Place {
     sequence: u64,
     payload: usize,
     runs: Vec<CellRun>,
+    parent: Option<BlockKey>,
     /// The time when the load was started.
     since: Instant,
 }
@@ -445,7 +467,7 @@ impl Shared {
         let mut state = self.state.lock();
         let entry = state.hold(&id.key).ok_or(Missed::Absent)?;
         let (sequence, payload, runs) = (entry.sequence, entry.payload, entry.runs.clone());
-        Ok(Place { sequence, payload, runs, since: Instant::now() })
+        Ok(Place { sequence, payload, runs, parent: entry.note.parent, since: Instant::now() })
     }
 
     /// Ends the reading of a record, which is removed if it cannot be used.

@@ -1,6 +1,6 @@
 //! Records in host memory above the disk: the ones that were stored or used last. A load finds them without a read.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use kvcore::BlockKey;
 use parking_lot::Mutex;
@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use crate::buffer::RecordBuffer;
 use crate::record::RecordId;
 
-/// Records in host memory, up to a number of bytes. The least recently used ones leave first.
+/// Records in host memory, up to a number of bytes. The least recently used ones leave first, and those that need others
+/// before these.
 pub(super) struct MemoryTier {
     limit: usize,
     held: Mutex<Held>,
@@ -16,20 +17,24 @@ pub(super) struct MemoryTier {
 
 #[derive(Default)]
 struct Held {
-    records: HashMap<BlockKey, Kept>,
+    /// The records, each with the number of its last use.
+    records: HashMap<BlockKey, (Kept, u64)>,
     /// The keys by their last use.
     order: BTreeMap<u64, BlockKey>,
+    /// The records that need the one with a key.
+    children: HashMap<BlockKey, BTreeSet<BlockKey>>,
     /// The number of uses.
     uses: u64,
     bytes: usize,
     hits: u64,
 }
 
-struct Kept {
-    id: RecordId,
-    buffers: Vec<RecordBuffer>,
-    /// The number of the last use.
-    used: u64,
+/// A record in host memory.
+pub(super) struct Kept {
+    pub(super) id: RecordId,
+    /// The record without which nobody can use this one.
+    pub(super) parent: Option<BlockKey>,
+    pub(super) buffers: Vec<RecordBuffer>,
 }
 
 /// What the memory contains, and what it has done.
@@ -45,40 +50,35 @@ impl MemoryTier {
         Self { limit, held: Mutex::default() }
     }
 
-    /// Returns whether the tier keeps anything.
-    pub(super) fn is_used(&self) -> bool {
-        self.limit > 0
+    /// Returns whether the tier can keep a record with so many bytes.
+    pub(super) fn has_room_for(&self, bytes: usize) -> bool {
+        (1..=self.limit).contains(&bytes)
     }
 
     /// Keeps a record, in place of one with the same key. Returns the buffers that are not kept: those of the records that
     /// leave, or of this one if it is too large.
-    pub(super) fn keep(&self, id: RecordId, buffers: Vec<RecordBuffer>) -> Vec<RecordBuffer> {
-        let bytes = bytes_of(&buffers);
-        if bytes > self.limit {
-            return buffers;
+    pub(super) fn keep(&self, record: Kept) -> Vec<RecordBuffer> {
+        let bytes = record.bytes();
+        if !self.has_room_for(bytes) {
+            return record.buffers;
         }
         let mut held = self.held.lock();
-        let mut left = held.remove(&id.key).unwrap_or_default();
+        let mut left = held.remove(&record.id.key).map_or_else(Vec::new, |before| before.buffers);
         while held.bytes + bytes > self.limit
-            && let Some((_, oldest)) = held.order.first_key_value()
+            && let Some(leaves) = held.next_to_leave()
         {
-            let oldest = *oldest;
-            left.extend(held.remove(&oldest).unwrap_or_default());
+            left.extend(held.remove(&leaves).map_or_else(Vec::new, |gone| gone.buffers));
         }
-        held.uses += 1;
-        let used = held.uses;
-        held.order.insert(used, id.key);
-        held.bytes += bytes;
-        held.records.insert(id.key, Kept { id, buffers, used });
+        held.add(record);
         left
     }
 
     /// Removes and returns a record with this identity.
     pub(super) fn take(&self, id: &RecordId) -> Option<Vec<RecordBuffer>> {
         let mut held = self.held.lock();
-        held.records.get(&id.key).filter(|kept| kept.id == *id)?;
+        held.records.get(&id.key).filter(|(kept, _)| kept.id == *id)?;
         held.hits += 1;
-        held.remove(&id.key)
+        held.remove(&id.key).map(|taken| taken.buffers)
     }
 
     /// Returns whether a record with this key is here.
@@ -89,7 +89,8 @@ impl MemoryTier {
     /// Removes everything.
     pub(super) fn clear(&self) {
         let mut held = self.held.lock();
-        (held.records, held.order, held.bytes) = Default::default();
+        let hits = held.hits;
+        *held = Held { hits, ..Held::default() };
     }
 
     pub(super) fn usage(&self) -> MemoryUsage {
@@ -98,17 +99,47 @@ impl MemoryTier {
     }
 }
 
-impl Held {
-    fn remove(&mut self, key: &BlockKey) -> Option<Vec<RecordBuffer>> {
-        let Kept { buffers, used, .. } = self.records.remove(key)?;
-        self.order.remove(&used);
-        self.bytes -= bytes_of(&buffers);
-        Some(buffers)
+impl Kept {
+    fn bytes(&self) -> usize {
+        self.buffers.iter().map(RecordBuffer::memory_bytes).sum()
     }
 }
 
-fn bytes_of(buffers: &[RecordBuffer]) -> usize {
-    buffers.iter().map(|buffer| buffer.len()).sum()
+impl Held {
+    fn add(&mut self, record: Kept) {
+        let key = record.id.key;
+        self.uses += 1;
+        self.bytes += record.bytes();
+        self.order.insert(self.uses, key);
+        if let Some(parent) = record.parent {
+            self.children.entry(parent).or_default().insert(key);
+        }
+        self.records.insert(key, (record, self.uses));
+    }
+
+    fn remove(&mut self, key: &BlockKey) -> Option<Kept> {
+        let (record, used) = self.records.remove(key)?;
+        self.order.remove(&used);
+        self.bytes -= record.bytes();
+        if let Some(parent) = record.parent
+            && let Some(children) = self.children.get_mut(&parent)
+        {
+            children.remove(key);
+            if children.is_empty() {
+                self.children.remove(&parent);
+            }
+        }
+        Some(record)
+    }
+
+    /// Returns the key of the record that leaves next: of those that need the least recently used one, one that nobody needs.
+    fn next_to_leave(&self) -> Option<BlockKey> {
+        let mut key = *self.order.first_key_value()?.1;
+        while let Some(child) = self.children.get(&key).and_then(BTreeSet::first) {
+            key = *child;
+        }
+        Some(key)
+    }
 }
 
 #[cfg(test)]
@@ -126,13 +157,17 @@ mod tests {
         vec![vec![byte; len].into()]
     }
 
+    fn kept(id: RecordId, len: usize, byte: u8) -> Kept {
+        Kept { id, parent: None, buffers: buffers(len, byte) }
+    }
+
     #[test]
     fn a_record_with_another_identity_is_not_taken() {
         let memory = MemoryTier::new(100);
-        assert!(memory.keep(id(1, 7), buffers(40, 7)).is_empty());
+        assert!(memory.keep(kept(id(1, 7), 40, 7)).is_empty());
         assert!(memory.take(&id(1, 8)).is_none());
         assert_eq!(
-            memory.keep(id(1, 8), buffers(50, 8)),
+            memory.keep(kept(id(1, 8), 50, 8)),
             buffers(40, 7),
             "the one before gives its memory back"
         );
@@ -144,11 +179,35 @@ mod tests {
     #[test]
     fn what_is_too_large_pushes_out_nothing() {
         let memory = MemoryTier::new(100);
-        memory.keep(id(1, 1), buffers(100, 1));
-        assert_eq!(memory.keep(id(2, 2), buffers(101, 2)), buffers(101, 2));
+        memory.keep(kept(id(1, 1), 100, 1));
+        assert_eq!(memory.keep(kept(id(2, 2), 101, 2)), buffers(101, 2));
         assert!(memory.contains(&id(1, 1).key));
         memory.clear();
         assert_eq!((memory.usage().bytes, memory.contains(&id(1, 1).key)), (0, false));
+    }
+
+    #[test]
+    fn a_chain_leaves_from_its_end() {
+        let memory = MemoryTier::new(100);
+        let key = |number: u8| id(number, 0).key;
+        let link = |number: u8, parent: u8| Kept {
+            parent: (parent > 0).then(|| key(parent)),
+            ..kept(id(number, 0), 20, number)
+        };
+        // A chain of three, and two that need nobody.
+        for (number, parent) in [(1, 0), (2, 1), (3, 2), (4, 0), (5, 0)] {
+            memory.keep(link(number, parent));
+        }
+        let left: Vec<RecordBuffer> = (6..10).flat_map(|number| memory.keep(link(number, 0))).collect();
+        assert_eq!(left, [[3; 20], [2; 20], [1; 20], [4; 20]].map(|one| one.to_vec()));
+        // A child whose parent has been taken leaves when it is its turn.
+        let chain = MemoryTier::new(60);
+        for (number, parent) in [(1, 0), (2, 1), (3, 2)] {
+            chain.keep(link(number, parent));
+        }
+        assert!(chain.take(&id(1, 0)).is_some());
+        assert!(chain.keep(link(4, 0)).is_empty());
+        assert_eq!(chain.keep(link(5, 0)), [[3; 20].to_vec()]);
     }
 
     proptest! {
@@ -160,7 +219,7 @@ mod tests {
             for (number, len, is_kept) in uses {
                 let before = model.iter().position(|(other, _)| *other == number).map(|at| model.remove(at));
                 if is_kept {
-                    memory.keep(id(number, 0), buffers(len, number));
+                    memory.keep(kept(id(number, 0), len, number));
                     model.push((number, len));
                     while model.iter().map(|(_, len)| len).sum::<usize>() > 100 {
                         model.remove(0);

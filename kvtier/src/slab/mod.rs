@@ -55,7 +55,7 @@ use accounts::Group;
 use geometry::Geometry;
 pub use inspect::{InspectedAccount, InspectedScope, Inspection};
 pub use load::{Found, Listing, Loading, Missed};
-use memory::MemoryTier;
+use memory::{Kept, MemoryTier};
 use queue::Queue;
 use rates::ReadRates;
 use spares::Spares;
@@ -324,8 +324,7 @@ impl Slab {
     /// Gives a record that was loaded and used back to the slab, which keeps it in [host memory](SlabConfig::memory_bytes) or
     /// uses its memory again.
     pub fn recycle(&self, found: Found) {
-        let Found { id, buffers } = found;
-        self.shared.recycle(self.shared.memory.keep(id, buffers));
+        self.shared.keep(found.0);
     }
 
     /// Forgets the records in host memory. Those on the disk stay.
@@ -370,6 +369,11 @@ impl Slab {
 impl Shared {
     fn count(&self, change: impl FnOnce(&mut Counts)) {
         change(&mut self.counts.lock());
+    }
+
+    /// Keeps a record in host memory, or uses its memory for the next records.
+    fn keep(&self, record: Kept) {
+        self.recycle(self.memory.keep(record));
     }
 
     /// Uses the memory of buffers for the next records.

@@ -12,6 +12,7 @@ use parking_lot::RwLockWriteGuard;
 
 use super::flight::Taken;
 use super::geometry::Geometry;
+use super::memory::Kept;
 use super::open::write;
 use super::queue::batch_record;
 use super::state::NoCells;
@@ -36,6 +37,8 @@ struct Placed {
     /// The digest of the record's identity.
     identity: u64,
     digest: u64,
+    /// The buffers for host memory, if it keeps the record.
+    copy: Vec<RecordBuffer>,
 }
 
 /// Returns the requests that cover a record's cells without its header, as offsets and page counts. The payload lies in
@@ -104,7 +107,17 @@ impl Shared {
                     Ok(taken) => {
                         let (created, identity) = (seconds(), record.id.digest());
                         let lens = record.buffers.iter().map(|buffer| buffer.len()).collect();
-                        placed.push(Placed { record, lens, payload, taken, created, identity, digest: 0 });
+                        let copy = Vec::new();
+                        placed.push(Placed {
+                            record,
+                            lens,
+                            payload,
+                            taken,
+                            created,
+                            identity,
+                            digest: 0,
+                            copy,
+                        });
                     }
                     Err(reason) => self.drop_record(number, &record, reason),
                 }
@@ -164,7 +177,7 @@ impl Shared {
         let mut queue = self.queue.lock();
         let is_kept = queue.settle(number, &records);
         let mut orphans = 0;
-        for Placed { record, payload, taken, created, identity, .. } in batch {
+        for Placed { record, payload, taken, created, identity, copy, .. } in batch {
             let note = record.note;
             // The parent may have left while this record was written.
             let is_orphan = !state.has_parent(&note) && !queue.waits(note.parent);
@@ -172,6 +185,8 @@ impl Shared {
             if written.is_ok() && is_kept && !is_orphan {
                 let (key, scope, uses, Taken { sequence, runs, .. }) = (record.id.key, self.scope, 0, taken);
                 state.insert(Listed { key, scope, sequence, payload, note, created, identity, uses, runs });
+                let left = self.memory.keep(Kept { id: record.id, parent: note.parent, buffers: copy });
+                used.extend(left.into_iter().filter_map(RecordBuffer::into_piece));
             } else {
                 state.give_back(Group::Own(note.account), taken);
             }
@@ -227,10 +242,8 @@ impl Shared {
 
     /// Starts to write a payload, and computes its digest. Returns the writes. Memory that a disk can write is not copied.
     fn start_payload(&self, window: &Window<'_>, placed: &mut Placed, used: &mut Vec<Piece>) -> WriteGroup {
-        let Placed { record, lens, payload: bytes, taken, digest, .. } = placed;
-        if self.memory.is_used() {
-            self.keep_copy(record, lens);
-        }
+        placed.copy = self.copy_of(&placed.record);
+        let Placed { record, payload: bytes, taken, digest, .. } = placed;
         let writes = window.group();
         let mut computed = PayloadDigest::new();
         if record.fills_pages() {
@@ -280,11 +293,15 @@ impl Shared {
         writes
     }
 
-    /// Keeps a copy of a record in host memory.
-    fn keep_copy(&self, record: &Record, lens: &[usize]) {
-        let mut copy = self.spares.buffers(lens);
+    /// Returns a copy of a record's buffers for host memory, or nothing if it has no room for them.
+    fn copy_of(&self, record: &Record) -> Vec<RecordBuffer> {
+        let lens: Vec<usize> = record.buffers.iter().map(|buffer| buffer.len()).collect();
+        if !self.memory.has_room_for(lens.iter().sum()) {
+            return Vec::new();
+        }
+        let mut copy = self.spares.buffers(&lens);
         copy.iter_mut().zip(&record.buffers).for_each(|(to, from)| to.copy_from_slice(from));
-        self.recycle(self.memory.keep(record.id.clone(), copy));
+        copy
     }
 
     /// Returns the page with the header of a record.
