@@ -11,7 +11,7 @@ use std::time::Instant;
 use kvtier::io::{DEPTH, DiskIo as _, FileIo, Pages};
 
 /// The number of bytes per request.
-const REQUEST: usize = 256 << 10;
+const REQUEST: usize = 512 << 10;
 
 /// A file that is read and written without a slab, from memory of the same kind as that of a slab.
 pub(crate) struct Plain {
