@@ -296,16 +296,24 @@ class LlamaIndex:
         from llama_index.llms.openai_like import OpenAILike
 
         self.asked = asked
-        more = {"extra_body": {"documents": asked.documents(4)}}
-        settings: dict[str, Any] = {"is_chat_model": True, "temperature": 0, "max_tokens": TOKENS, "additional_kwargs": more}
-        self.model = OpenAILike(api_base=f"{asked.url}/v1", api_key="none", model="tiny-rag", context_window=4096, **settings)
         self.messages = [ChatMessage(role="system", content=SYSTEM), ChatMessage(role="user", content=QUESTION)]
 
+        def model(turned: int) -> OpenAILike:
+            more = {"extra_body": {"documents": asked.documents(turned)}}
+            settings: dict[str, Any] = {"is_chat_model": True, "temperature": 0, "max_tokens": TOKENS, "additional_kwargs": more}
+            return OpenAILike(api_base=f"{asked.url}/v1", api_key="none", model="tiny-rag", context_window=4096, **settings)
+
+        self.model = model
+
     def test_chat_and_stream(self) -> None:
-        answer = self.model.chat(self.messages)
+        answer = self.model(4).chat(self.messages)
         same(answer.message.content, self.asked.answer, "the answer")
-        at_least(answer.raw.usage.prompt_tokens_details.cached_tokens, self.asked.tokens, "cached tokens")
-        same("".join(piece.delta for piece in self.model.stream_chat(self.messages)), self.asked.answer, "the stream")
+        again = self.model(2).chat(self.messages)
+        same(again.message.content, self.asked.answer, "the answer with the documents in another order")
+        parts = again.raw.model_extra["kv"]["parts"]
+        same({part["source"] for part in parts}, {"cache"}, "where documents come from")
+        at_least(again.raw.usage.prompt_tokens_details.cached_tokens, sum(part["tokens"] for part in parts), "cached tokens")
+        same("".join(piece.delta for piece in self.model(4).stream_chat(self.messages)), self.asked.answer, "the stream")
 
 
 class Recorder:

@@ -46,12 +46,13 @@ fn an_answer_that_changes_because_documents_do_not_see_each_other_is_recognised(
         assert_eq!(report["conclusion"], "documents_apart", "{report}");
         assert!(report["remedy"].as_str().unwrap().contains("--recompute"), "{report}");
         assert_eq!(each(&report, "found"), [0, 2, 0, 0]);
+        assert_eq!(report["not_examined"], 0);
         assert_eq!(each(&report, "documents"), [2, 2, 2, 0]);
         let texts = each(&report, "text");
         assert!(texts[3] == " red" && texts[..3].iter().all(|text| *text == texts[0] && *text != " red"));
         assert_eq!(
             each(&report, "first_other_token"),
-            [&Value::Null, &Value::Null, &Value::Null, &Value::from(0)]
+            [&Value::Null, &Value::Null, &Value::Null, &Value::from(1)]
         );
         let gaps = each(&report, "largest_difference");
         assert!(
@@ -64,6 +65,22 @@ fn an_answer_that_changes_because_documents_do_not_see_each_other_is_recognised(
     let text = String::from_utf8(table.stdout).unwrap();
     assert!(table.status.success() && text.contains("The cache is right."), "{text}");
     assert!(text.contains("reuse, again") && text.contains("2 of 2"), "{text}");
+    let full = text.lines().find(|line| line.contains("full attention")).unwrap();
+    assert!(full.split_whitespace().any(|cell| cell == "1"), "tokens are not counted as in JSON: {full}");
+}
+
+#[test]
+fn the_default_strategy_in_a_narrow_format_is_not_called_wrong() {
+    let folder = tempfile::tempdir().unwrap();
+    let asked = question(&folder);
+    for format in ["f32", "bf16", "int8", "int4:8", "fp8-e4m3"] {
+        let report = examined(&asked, &["--dtype", format]);
+        assert_ne!(report["conclusion"], "cache_is_wrong", "{report}");
+        assert_eq!(report["not_examined"], 0, "{report}");
+        assert_eq!(report["rounding"], if format == "f32" { 0.01 } else { 0.1 }, "{format}");
+    }
+    let eight_bits = examined(&asked, &["--compute", "int8"]);
+    assert_eq!(eight_bits["rounding"], 0.1);
 }
 
 #[test]

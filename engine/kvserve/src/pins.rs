@@ -305,18 +305,23 @@ impl Pinned {
         added
     }
 
-    /// Claims again what is not claimed, up to `most` blocks of each tenant.
+    /// Claims again what is not claimed, up to `most` blocks of each tenant. Leaves out a document that stands at another
+    /// position now that others of its prompt are gone, because the copy there is another one.
     fn claim_again(&mut self, engine: &Engine, most: usize) {
         let mut prompts: HashMap<*const Beginning, Vec<&mut Pin>> = HashMap::new();
         for pin in self.documents.values_mut().filter(|pin| pin.claim.is_none()) {
             prompts.entry(Arc::as_ptr(&pin.beginning)).or_default().push(pin);
         }
-        for pins in prompts.into_values() {
+        for mut pins in prompts.into_values() {
+            pins.sort_by_key(|pin| pin.stored_start);
             let Some(beginning) = pins.first().map(|pin| Arc::clone(&pin.beginning)) else { continue };
             let request = beginning.request(pins.iter().map(|pin| pin.tokens.clone()).collect());
-            let claims = request.and_then(|request| Ok(engine.pin(&request)?.into_documents()));
-            for (pin, claim) in pins.into_iter().zip(claims.unwrap_or_default()) {
-                pin.claim = Some(claim).filter(|claim| claim.document_tokens() > 0);
+            let Ok(request) = request else { continue };
+            let Some(plan) = plan(&request) else { continue };
+            let claims = engine.pin(&request).map(PinnedPrompt::into_documents).unwrap_or_default();
+            for (chunk, (pin, claim)) in pins.into_iter().zip(claims).enumerate() {
+                let is_the_copy = stored_start(&plan, chunk) == Some(pin.stored_start);
+                pin.claim = Some(claim).filter(|claim| is_the_copy && claim.document_tokens() > 0);
             }
         }
         // A document that was computed before the caches fell asleep may have been added since.

@@ -176,7 +176,7 @@ pub(crate) const SLICES: &[Slice] = &[
     plain(
         "benches-cpu",
         "every benchmark of the CPU in small sizes, and the ratios that are required",
-        "cargo xtask bench --quick && cargo xtask bench --quick --backend products && cargo xtask bench --quick --backend disk && cargo bench --quiet --workspace --all-features --bench find_documents -- --documents 200",
+        "cargo xtask bench --quick && cargo xtask bench --quick --backend products && cargo xtask bench --quick --backend disk && cargo bench --quiet --workspace --all-features --bench find_documents",
     ),
     Slice {
         name: "benches-cuda",

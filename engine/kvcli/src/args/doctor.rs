@@ -49,9 +49,11 @@ pub(crate) enum Examined {
 /// Options of `kvc doctor answers`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-Give the options of the `kvc run` whose answer surprises you. The prompt is answered four times: twice with reuse, where
-the second answer finds the documents in the cache, once with the same attention without a cache, and once with full
-attention. Each token is the most likely one. The exit code is 1 if the cache is wrong.
+Give the options for the model, the prompt, a disk and reuse of the `kvc run` whose answer surprises you. The prompt is
+answered four times: twice with reuse, where the second answer finds the documents in the cache, once with the same attention
+without a cache, and once with full attention. If the strategy chooses the tokens to recompute and an answer differs by more
+than rounding, three answers without recomputed tokens follow. Each token is the most likely one. The exit code is 1 if the
+cache is wrong.
 
     kvc doctor answers --document a.txt --document b.txt -p 'alba ?'
     kvc doctor answers --model ./Qwen3-0.6B --chat --document a.txt -p 'What is alba?' --recompute none")]

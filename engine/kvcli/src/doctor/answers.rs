@@ -3,12 +3,14 @@
 use std::io::Write;
 use std::sync::Arc;
 
+use kvchunk::{Recompute, RecomputeStrategy};
 use kvcore::{DType, KvFormat};
 use kvengine::{Engine, Generation, PromptTokens, Request, Sampler, Sampling};
 use kvmodel::TextCodec;
+use kvmodel::dense::ComputeType;
 use serde::Serialize;
 
-use crate::args::AnswersArgs;
+use crate::args::{AnswersArgs, BackendName, EngineArgs};
 use crate::asking;
 use crate::error::{Error, Result};
 use crate::progress::LiveAnswer;
@@ -25,21 +27,47 @@ const SHOWN: usize = 40;
 enum Conclusion {
     /// Answers with the cache differ from the same computation without it by more than rounding.
     CacheIsWrong,
+    /// Documents were not found again, so that nothing is known about the cache.
+    NotExamined,
+    /// Answers have other tokens where two tokens are about as likely.
+    Rounding,
     /// The cache is right, and full attention gives another answer.
     DocumentsApart,
     /// Full attention gives the same answer.
     NotReuse,
 }
 
+/// What the answers differ by from the answer without a cache, and what has been compared.
+#[derive(Debug, Clone, Copy)]
+struct Compared<'a> {
+    /// The differences of the answers with reuse.
+    reuse: &'a [Difference],
+    /// The differences with nothing recomputed, if rounding may have chosen other tokens to recompute.
+    plain: &'a [Difference],
+    /// The difference of full attention.
+    full: Difference,
+    /// The number of documents that were not found again.
+    not_examined: usize,
+}
+
 impl Conclusion {
-    /// Draws the conclusion from the differences between the cacheless answer and the others.
-    fn of(reuse: &[&Difference], full: &Difference, rounding: f64) -> Self {
-        if reuse.iter().any(|difference| difference.logprob.total_cmp(&rounding).is_gt()) {
+    /// Draws the conclusion from differences of which rounding explains some.
+    fn of(compared: Compared<'_>, rounding: f64) -> Self {
+        let Compared { reuse, plain, full, not_examined } = compared;
+        let exceed = |all: &[Difference]| all.iter().any(|difference| difference.exceeds(rounding));
+        let tie = reuse.iter().filter_map(|difference| difference.first_other_token).min();
+        if exceed(reuse) && (plain.is_empty() || exceed(plain)) {
             Self::CacheIsWrong
-        } else if full.first_other_token.is_some() {
-            Self::DocumentsApart
+        } else if not_examined > 0 {
+            Self::NotExamined
         } else {
-            Self::NotReuse
+            match (tie, full.first_other_token) {
+                (None, None) => Self::NotReuse,
+                (tie, Some(other)) if full.exceeds(rounding) && tie.is_none_or(|tie| other <= tie) => {
+                    Self::DocumentsApart
+                }
+                _ => Self::Rounding,
+            }
         }
     }
 
@@ -47,6 +75,14 @@ impl Conclusion {
         match self {
             Self::CacheIsWrong => {
                 "The cache is wrong: answers with it differ from the same computation without it by more than rounding."
+            }
+            Self::NotExamined => {
+                "The cache was not examined for all documents, because some were not found again. Those that were found \
+                 gave no other answer than rounding explains."
+            }
+            Self::Rounding => {
+                "The answers differ only by rounding at a near tie: two tokens are about as likely there, or two tokens \
+                 of documents about as important to recompute."
             }
             Self::DocumentsApart => {
                 "The cache is right. The answer changes because documents do not see each other."
@@ -59,7 +95,11 @@ impl Conclusion {
         match self {
             Self::CacheIsWrong => {
                 "run cargo xtask test and cargo xtask conform --backend NAME on this machine, and report the result; \
-                 until then, answer with --no-chunk-cache"
+                 until then, answer with --no-chunk-cache, and start servers without --reuse"
+            }
+            Self::NotExamined => "raise --kv-memory until the second answer finds all documents",
+            Self::Rounding => {
+                "none is needed: either answer is as good; --dtype f32 and --compute exact make such ties rarer"
             }
             Self::DocumentsApart => {
                 "recompute more (--recompute), give --decoys, or measure with kvc tune what this model needs"
@@ -72,9 +112,10 @@ impl Conclusion {
 /// The difference between an answer and the answer without a cache.
 #[derive(Debug, Clone, Copy, Default, Serialize)]
 struct Difference {
-    /// The index of the first token that is another one, or `None` if all tokens are the same.
+    /// The number of the first token that is another one, from 1, or `None` if all tokens are the same.
     first_other_token: Option<usize>,
-    /// The largest difference of the log-probabilities of the cacheless answer's tokens, up to the first other token.
+    /// The largest difference of the log-probabilities of the cacheless answer's tokens, up to the first other token. There,
+    /// the log-probability of the other one counts, too.
     #[serde(rename = "largest_difference")]
     logprob: f64,
 }
@@ -84,19 +125,26 @@ impl Difference {
     /// contexts, so the rest is not compared.
     fn between(logits: &[Vec<f32>], cacheless: &[Vec<f32>]) -> Self {
         let mut found = Self::default();
-        for (at, (row, own)) in logits.iter().zip(cacheless).enumerate() {
-            let token = likeliest(own);
-            let gap = (logprob(row, token) - logprob(own, token)).abs();
-            // A number that is none is larger than all others in this order.
-            if gap.total_cmp(&found.logprob).is_gt() {
-                found.logprob = gap;
+        for (number, (row, own)) in (1..).zip(logits.iter().zip(cacheless)) {
+            let (token, other) = (likeliest(own), likeliest(row));
+            for token in [token, other] {
+                let gap = (logprob(row, token) - logprob(own, token)).abs();
+                // NaN is larger than all numbers in this order.
+                if gap.total_cmp(&found.logprob).is_gt() {
+                    found.logprob = gap;
+                }
             }
-            if likeliest(row) != token {
-                found.first_other_token = Some(at);
+            if other != token {
+                found.first_other_token = Some(number);
                 break;
             }
         }
         found
+    }
+
+    /// Returns whether rounding does not explain the difference, for example because it is NaN.
+    fn exceeds(&self, rounding: f64) -> bool {
+        self.logprob.total_cmp(&rounding).is_gt()
     }
 }
 
@@ -112,14 +160,17 @@ fn logprob(logits: &[f32], token: u32) -> f64 {
     f64::from(own) - largest - sum.ln()
 }
 
-/// Returns the largest difference of log-probabilities that rounding explains: sums in another order, and in narrow
-/// formats numbers that are rounded to the neighbour.
-fn rounding(format: KvFormat) -> f64 {
-    if format == KvFormat::Dense(DType::F32) { 0.01 } else { 0.1 }
+/// Returns the largest difference of log-probabilities that rounding explains: sums in another order, and where keys,
+/// values or activations are narrow, numbers that are rounded to the neighbour. The products of a GPU may be narrow, too.
+fn rounding(args: &EngineArgs) -> f64 {
+    let sums_alone = args.dtype == KvFormat::Dense(DType::F32)
+        && args.compute == ComputeType::Exact
+        && matches!(args.backend, BackendName::Cpu);
+    if sums_alone { 0.01 } else { 0.1 }
 }
 
 /// An answer, and how it was computed.
-#[derive(Serialize)]
+#[derive(Debug, Serialize)]
 struct Answered {
     way: &'static str,
     text: String,
@@ -132,12 +183,14 @@ struct Answered {
 }
 
 /// The report, as written by `--json`.
-#[derive(Serialize)]
+#[derive(Debug, Serialize)]
 struct AnswersReport {
     conclusion: Conclusion,
     meaning: &'static str,
     remedy: &'static str,
     rounding: f64,
+    /// The number of documents that the second answer did not find, so that their copies were not examined.
+    not_examined: usize,
     answers: Vec<Answered>,
 }
 
@@ -163,13 +216,38 @@ pub(super) fn examine(args: &AnswersArgs) -> Result<()> {
         (PromptTokens::Chunked(_), None) => (),
     }
     let request = request(&engine, asked.tokens)?;
-    let mut ask = |reuse, full_attention| {
+    let mut ask = |request: &Request, reuse, full_attention| {
         answer(&mut engine, &codec, &Request { reuse, full_attention, ..request.clone() })
     };
-    let (first, again, cacheless, full) =
-        (ask(true, false)?, ask(true, false)?, ask(false, false)?, ask(false, true)?);
-    let report = AnswersReport::new(first, again, cacheless, full, rounding(args.engine.dtype));
-    show(&report, args.json)?;
+    let (first, again, cacheless, full) = (
+        ask(&request, true, false)?,
+        ask(&request, true, false)?,
+        ask(&request, false, false)?,
+        ask(&request, false, true)?,
+    );
+    let ways = [
+        ("reuse, first", first),
+        ("reuse, again", again),
+        ("without a cache", cacheless.clone()),
+        ("full attention", full),
+    ];
+    let bound = rounding(&args.engine);
+    let mut answers = compared(ways, &cacheless);
+    let exceeds = answers.iter().take(2).any(|answer| answer.difference.exceeds(bound));
+    if exceeds && !reuse.recompute.evidence().is_none() {
+        // At a near tie, rounding chooses other tokens to recompute, which changes an answer by more than rounding does.
+        let plain = Request { recompute: Arc::new(Recompute::None), ..request };
+        let (first, again, cacheless) =
+            (ask(&plain, true, false)?, ask(&plain, true, false)?, ask(&plain, false, false)?);
+        let ways = [
+            ("reuse, nothing recomputed", first),
+            ("reuse, nothing recomputed, again", again),
+            ("without a cache, nothing recomputed", cacheless.clone()),
+        ];
+        answers.extend(compared(ways, &cacheless));
+    }
+    let report = AnswersReport::new(answers, bound);
+    show(&mut std::io::stdout().lock(), &report, args.json)?;
     report.verdict()
 }
 
@@ -180,52 +258,52 @@ fn answer(engine: &mut Engine, codec: &TextCodec, request: &Request) -> Result<(
     Ok((live.finish(&mut generation)?, generation))
 }
 
+/// Compares answers with the one without a cache.
+fn compared<const N: usize>(
+    ways: [(&'static str, (String, Generation)); N],
+    cacheless: &(String, Generation),
+) -> Vec<Answered> {
+    let answered = |(way, (text, answer)): (_, (_, Generation))| Answered {
+        way,
+        text,
+        documents: answer.chunks.len(),
+        found: answer.chunks.iter().filter(|chunk| chunk.hit).count(),
+        difference: Difference::between(&answer.logits, &cacheless.1.logits),
+        tokens: answer.tokens,
+    };
+    ways.into_iter().map(answered).collect()
+}
+
 impl AnswersReport {
-    /// Compares the answers: two with reuse, one without a cache, and one with full attention.
-    fn new(
-        first: (String, Generation),
-        again: (String, Generation),
-        cacheless: (String, Generation),
-        full: (String, Generation),
-        rounding: f64,
-    ) -> Self {
-        let between =
-            |(_, answer): &(_, Generation)| Difference::between(&answer.logits, &cacheless.1.logits);
-        let differences = [&first, &again, &cacheless, &full].map(between);
-        let [of_first, of_again, _, of_full] = &differences;
-        let conclusion = Conclusion::of(&[of_first, of_again], of_full, rounding);
-        let ways = [
-            ("reuse, first", first),
-            ("reuse, again", again),
-            ("without a cache", cacheless),
-            ("full attention", full),
-        ];
-        let answered = |((way, (text, answer)), difference): ((_, (_, Generation)), _)| Answered {
-            way,
-            text,
-            documents: answer.chunks.len(),
-            found: answer.chunks.iter().filter(|chunk| chunk.hit).count(),
-            tokens: answer.tokens,
-            difference,
+    /// Draws the conclusion from answers: two with reuse, one without a cache, and one with full attention. Then perhaps the
+    /// first three again with nothing recomputed.
+    fn new(answers: Vec<Answered>, rounding: f64) -> Self {
+        let differences: Vec<Difference> = answers.iter().map(|answer| answer.difference).collect();
+        let not_examined = answers.get(1).map_or(0, |again| again.documents - again.found);
+        let (reuse, rest) = differences.split_at(differences.len().min(2));
+        let compared = Compared {
+            reuse,
+            plain: rest.get(2..).unwrap_or_default(),
+            full: rest.get(1).copied().unwrap_or_default(),
+            not_examined,
         };
-        let answers = ways.into_iter().zip(differences).map(answered).collect();
+        let conclusion = Conclusion::of(compared, rounding);
         let (meaning, remedy) = (conclusion.meaning(), conclusion.remedy());
-        Self { conclusion, meaning, remedy, rounding, answers }
+        Self { conclusion, meaning, remedy, rounding, not_examined, answers }
     }
 
     /// Returns an error if the cache is wrong.
     fn verdict(&self) -> Result<()> {
+        if self.conclusion != Conclusion::CacheIsWrong {
+            return Ok(());
+        }
         let with_cache = self.answers.iter().take(2).map(|answer| answer.difference.logprob);
         let difference = with_cache.max_by(f64::total_cmp).unwrap_or_default();
-        match self.conclusion {
-            Conclusion::CacheIsWrong => Err(Error::WrongCache { difference, rounding: self.rounding }),
-            Conclusion::DocumentsApart | Conclusion::NotReuse => Ok(()),
-        }
+        Err(Error::WrongCache { difference, rounding: self.rounding })
     }
 }
 
-fn show(report: &AnswersReport, as_json: bool) -> Result<()> {
-    let out = &mut std::io::stdout().lock();
+fn show(out: &mut impl Write, report: &AnswersReport, as_json: bool) -> Result<()> {
     if as_json {
         return json(out, report);
     }
@@ -237,24 +315,19 @@ fn show(report: &AnswersReport, as_json: bool) -> Result<()> {
             line.truncate(end);
             line.push('…');
         }
-        let other = difference.first_other_token.map_or_else(String::new, |at| (at + 1).to_string());
+        let other = difference.first_other_token.map_or_else(String::new, |number| number.to_string());
         let gap = format!("{:.6}", difference.logprob);
         rows.add_row([way, &*format!("{found} of {documents}"), &line, &other, &gap]);
     }
-    let [_, again, ..] = &report.answers[..] else { return Ok(()) };
     writeln!(
         out,
-        "{rows}\n\nDifferences are those of log-probabilities from the answer without a cache; rounding explains up to {}.\n\
-         {}\nRemedy: {}.",
-        report.rounding, report.meaning, report.remedy
+        "{rows}\n\nDifferences are those of log-probabilities from the answer without a cache; rounding explains up to {}.",
+        report.rounding
     )?;
-    if again.found < again.documents {
-        note!(
-            "{} of {} documents were not found again, so the cache was examined in part; raise --kv-memory",
-            again.documents - again.found,
-            again.documents
-        );
+    if report.not_examined > 0 {
+        writeln!(out, "Documents that were not found again, and not examined: {}.", report.not_examined)?;
     }
+    writeln!(out, "{}\nRemedy: {}.", report.meaning, report.remedy)?;
     Ok(())
 }
 
@@ -268,57 +341,116 @@ mod tests {
         tokens.iter().map(row).collect()
     }
 
+    fn difference(first_other_token: Option<usize>, logprob: f64) -> Difference {
+        Difference { first_other_token, logprob }
+    }
+
     #[test]
     fn a_difference_ends_with_the_first_other_token() {
         let cacheless = rows(&[0, 1, 2], 5.0);
         let same = Difference::between(&cacheless, &cacheless);
         assert_eq!((same.first_other_token, same.logprob), (None, 0.0));
         let other = Difference::between(&rows(&[0, 2, 0], 5.0), &cacheless);
-        assert_eq!(other.first_other_token, Some(1));
+        assert_eq!(other.first_other_token, Some(2));
         assert!((other.logprob - 5.0).abs() < 1e-6, "{other:?}");
         let nearer = Difference::between(&rows(&[0, 1, 2], 4.0), &cacheless);
         assert!(nearer.first_other_token.is_none() && nearer.logprob > 0.01, "{nearer:?}");
         let nothing = Difference::between(&[vec![f32::NAN; 3]], &cacheless);
-        assert!(nothing.logprob.is_nan());
+        assert!(nothing.logprob.is_nan() && nothing.exceeds(0.1));
+        // The cacheless answer's token is as likely as it was, and another one, which was unlikely, has become likelier.
+        let risen = Difference::between(&[vec![0.0, 0.01, -9.0]], &[vec![0.0, -9.0, 0.0]]);
+        assert!(risen.first_other_token == Some(1) && risen.exceeds(1.0), "{risen:?}");
+    }
+
+    #[test]
+    fn rounding_is_larger_where_something_is_narrow() {
+        use clap::Parser as _;
+        #[derive(clap::Parser)]
+        struct Alone {
+            #[command(flatten)]
+            engine: EngineArgs,
+        }
+        let bound = |args: &[&str]| {
+            let alone = Alone::try_parse_from([&["kvc"], args].concat()).unwrap();
+            rounding(&alone.engine)
+        };
+        assert_eq!(bound(&[]), 0.01);
+        for narrow in [["--dtype", "bf16"], ["--dtype", "int8"], ["--compute", "int8"], ["--backend", "cuda"]]
+        {
+            assert_eq!(bound(&narrow), 0.1, "{narrow:?}");
+        }
     }
 
     #[test]
     fn each_conclusion_follows_from_its_differences() {
-        let difference = |first_other_token, logprob| Difference { first_other_token, logprob };
         let (same, tie) = (difference(None, 1e-5), difference(Some(3), 1e-4));
         let (far, none) = (difference(None, 0.02), difference(None, f64::NAN));
-        let other = difference(Some(0), 2.0);
-        let of = |reuse: [&Difference; 2], full| {
-            Conclusion::of(&reuse, full, rounding(KvFormat::Dense(DType::F32)))
+        let other = difference(Some(1), 2.0);
+        let of = |reuse: [Difference; 2], full| {
+            Conclusion::of(Compared { reuse: &reuse, plain: &[], full, not_examined: 0 }, 0.01)
         };
-        assert_eq!(of([&same, &same], &same), Conclusion::NotReuse);
-        assert_eq!(of([&same, &tie], &other), Conclusion::DocumentsApart);
-        for wrong in [&far, &none] {
-            assert_eq!(of([&same, wrong], &same), Conclusion::CacheIsWrong);
-            assert_eq!(of([wrong, &same], &other), Conclusion::CacheIsWrong);
+        assert_eq!(of([same, same], same), Conclusion::NotReuse);
+        assert_eq!(of([same, same], far), Conclusion::NotReuse);
+        assert_eq!(of([same, same], other), Conclusion::DocumentsApart);
+        assert_eq!(of([same, tie], other), Conclusion::DocumentsApart, "before the tie");
+        for rounded in [[same, tie], [tie, same], [tie, tie]] {
+            assert_eq!(of(rounded, same), Conclusion::Rounding);
+            assert_eq!(of(rounded, difference(Some(4), 2.0)), Conclusion::Rounding, "behind the tie");
         }
-        let report = |conclusion| AnswersReport {
-            conclusion,
-            meaning: "",
-            remedy: "",
-            rounding: 0.01,
-            answers: [same, far, same, same]
-                .map(|difference| Answered {
-                    way: "",
-                    text: String::new(),
-                    tokens: Vec::new(),
-                    documents: 0,
-                    found: 0,
-                    difference,
-                })
-                .into(),
+        assert_eq!(of([same, same], tie), Conclusion::Rounding);
+        for wrong in [far, none] {
+            assert_eq!(of([same, wrong], same), Conclusion::CacheIsWrong);
+            assert_eq!(of([wrong, same], other), Conclusion::CacheIsWrong);
+        }
+    }
+
+    #[test]
+    fn another_choice_of_tokens_to_recompute_is_rounding_unless_the_rest_differs_too() {
+        let (same, other) = (difference(None, 1e-5), difference(Some(1), 2.0));
+        let of = |plain: &[Difference]| {
+            let reuse = [same, other];
+            Conclusion::of(Compared { reuse: &reuse, plain, full: same, not_examined: 0 }, 0.01)
         };
-        let wrong = report(Conclusion::CacheIsWrong).verdict();
-        assert!(matches!(wrong, Err(Error::WrongCache { difference, .. }) if difference == far.logprob));
-        report(Conclusion::DocumentsApart).verdict().unwrap();
-        assert_eq!(
-            Conclusion::of(&[&far], &same, rounding(KvFormat::Dense(DType::F16))),
-            Conclusion::NotReuse
-        );
+        assert_eq!(of(&[]), Conclusion::CacheIsWrong);
+        assert_eq!(of(&[same, same, same]), Conclusion::Rounding);
+        assert_eq!(of(&[same, other, same]), Conclusion::CacheIsWrong);
+    }
+
+    #[test]
+    fn a_report_says_what_is_wrong_and_what_was_not_examined() {
+        let report = |found: usize, differences: &[Difference]| {
+            let answered = |&difference: &Difference| Answered {
+                way: "",
+                text: String::new(),
+                tokens: Vec::new(),
+                documents: 2,
+                found,
+                difference,
+            };
+            AnswersReport::new(differences.iter().map(answered).collect(), 0.01)
+        };
+        let (same, far, other) = (difference(None, 1e-5), difference(None, 0.02), difference(Some(1), 2.0));
+        let wrong = report(2, &[same, far, same, same]);
+        let error = wrong.verdict();
+        assert!(matches!(error, Err(Error::WrongCache { difference, .. }) if difference == far.logprob));
+        assert!(wrong.remedy.contains("without --reuse"), "{}", wrong.remedy);
+        let chosen = report(2, &[same, other, same, same, same, same, same]);
+        assert_eq!((chosen.conclusion, chosen.not_examined), (Conclusion::Rounding, 0));
+        chosen.verdict().unwrap();
+        for full in [same, other] {
+            let partly = report(1, &[same, same, same, full]);
+            assert_eq!((partly.conclusion, partly.not_examined), (Conclusion::NotExamined, 1));
+            let shown = |as_json| {
+                let mut out = Vec::new();
+                show(&mut out, &partly, as_json).unwrap();
+                String::from_utf8(out).unwrap()
+            };
+            assert!(!shown(false).contains("is right") && shown(false).contains("not examined: 1."));
+            let json: serde_json::Value = serde_json::from_str(&shown(true)).unwrap();
+            assert_eq!((&json["conclusion"], &json["not_examined"]), (&"not_examined".into(), &1.into()));
+            partly.verdict().unwrap();
+        }
+        assert_eq!(report(1, &[same, far, same, same]).conclusion, Conclusion::CacheIsWrong);
+        assert_eq!(report(2, &[same, same, same, other]).conclusion, Conclusion::DocumentsApart);
     }
 }

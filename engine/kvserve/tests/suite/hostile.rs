@@ -108,6 +108,10 @@ fn ten_thousand_idle_connections_leave_room_for_answers() {
     let server = reusing();
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(40_000);
     let many = (usize::try_from(limit).unwrap_or(40_000).saturating_sub(1500) / 2).min(10_000);
+    if many == 0 {
+        println!("SKIPPED: {limit} open files leave no room for idle connections");
+        return;
+    }
     let idle: Vec<std::net::TcpStream> =
         (0..many).map(|_| std::net::TcpStream::connect(server.address()).unwrap()).collect();
     let answer = post(server.address(), CHAT, &question(json!({})));

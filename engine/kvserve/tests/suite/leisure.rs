@@ -10,6 +10,7 @@ use kvmodel::ModelDirectory;
 use kvserve::{ServedModel, Server};
 use serde_json::{Value, json};
 
+use super::arrivals::posted;
 use super::client::{call, get, post};
 use super::common::{MODEL, QUESTION, SYSTEM, assert_nothing_is_held, free_port, loaded, reuse, small};
 
@@ -29,9 +30,9 @@ fn slow() -> Server {
     Server::start(model, free_port()).unwrap()
 }
 
-/// Returns a document of some hundred tokens.
+/// Returns a document of about a thousand tokens.
 fn text(name: &str) -> String {
-    format!("{name} is red . ").repeat(100)
+    format!("{name} is red . ").repeat(200)
 }
 
 fn put(address: SocketAddr, name: &str, more: Value) {
@@ -63,30 +64,32 @@ fn computes(engine: &Engine) -> bool {
 }
 
 /// Registers a document that is not in the cache with a system prompt, and runs `act` between two steps that compute it.
+/// Registers it again if it was computed, or has expired, before it was caught.
 fn while_computing<R: Send + 'static>(
     server: &Server,
     more: Value,
     act: impl FnOnce(SocketAddr, &mut Engine) -> R + Send + 'static,
 ) -> R {
     let address = server.address();
-    assert_eq!(post(address, "/reset_prefix_cache", &json!({})).status, 200);
     let mut registration = json!({"system": SYSTEM});
     super::common::add(&mut registration, more);
-    put(address, "alba", registration);
     let until = Instant::now() + PATIENCE;
     let mut waiting = act;
     loop {
-        let caught =
-            server.with_engine(
-                move |engine| {
-                    if computes(engine) { Ok(waiting(address, engine)) } else { Err(waiting) }
-                },
-            );
-        match caught.unwrap() {
-            Ok(result) => return result,
-            Err(act) => waiting = act,
+        call(address, "DELETE", "/v1/documents/one", &[], b"");
+        assert_eq!(post(address, "/reset_prefix_cache", &json!({})).status, 200);
+        put(address, "alba", registration.clone());
+        while shown(address)["pinned"] == false {
+            let catch = move |engine: &mut Engine| {
+                if computes(engine) { Ok(waiting(address, engine)) } else { Err(waiting) }
+            };
+            match server.with_engine(catch).unwrap() {
+                Ok(result) => return result,
+                Err(act) => waiting = act,
+            }
+            assert!(Instant::now() < until, "it was not caught");
         }
-        assert!(Instant::now() < until && shown(address)["pinned"] == false, "it was not caught");
+        assert!(Instant::now() < until, "it was never caught");
     }
 }
 
@@ -161,7 +164,7 @@ fn a_document_that_is_registered_again_while_it_is_computed_is_pinned_as_the_las
 #[test]
 fn a_document_that_expires_while_it_is_computed_is_not_pinned() {
     let server = slow();
-    while_computing(&server, json!({"ttl_seconds": 1}), |address, _| {
+    while_computing(&server, json!({"ttl_seconds": 2}), |address, _| {
         wait_until("it does not expire", || get(address, "/v1/documents/one").status == 404);
     });
     assert_forgotten(&server);
@@ -171,11 +174,8 @@ fn a_document_that_expires_while_it_is_computed_is_not_pinned() {
 fn caches_fall_asleep_after_the_document_that_is_computed_and_pin_it_when_they_wake() {
     let server = slow();
     let address = server.address();
-    let asleep = while_computing(&server, json!({}), |address, _| {
-        let sleeping = thread::spawn(move || post(address, "/sleep", &json!({})).status);
-        thread::sleep(Duration::from_millis(50));
-        sleeping
-    });
+    let asleep =
+        while_computing(&server, json!({}), |address, _| posted(address, "/sleep", "asleep-then-awake"));
     assert_eq!(asleep.join().unwrap(), 200);
     assert_eq!(get(address, "/is_sleeping").json()["is_sleeping"], true);
     assert_eq!(shown(address)["pinned"], false);
@@ -191,8 +191,7 @@ fn a_document_that_is_deleted_while_the_caches_wait_to_fall_asleep_is_not_pinned
     let server = slow();
     let address = server.address();
     let asleep = while_computing(&server, json!({}), |address, _| {
-        let sleeping = thread::spawn(move || post(address, "/sleep", &json!({})).status);
-        thread::sleep(Duration::from_millis(50));
+        let sleeping = posted(address, "/sleep", "asleep-then-deleted");
         delete(address);
         sleeping
     });
@@ -206,9 +205,7 @@ fn a_reset_while_a_document_is_computed_leaves_it_pinned_again() {
     let server = slow();
     let address = server.address();
     let reset = while_computing(&server, json!({}), |address, _| {
-        let reset = thread::spawn(move || post(address, "/reset_prefix_cache", &json!({})).status);
-        thread::sleep(Duration::from_millis(50));
-        reset
+        posted(address, "/reset_prefix_cache", "reset-while-computing")
     });
     assert_eq!(reset.join().unwrap(), 200);
     wait_until("it is not pinned again", || shown(address)["pinned"] == true);

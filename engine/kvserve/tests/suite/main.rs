@@ -6,6 +6,7 @@ mod alert_rules;
 mod answer_form;
 mod anthropic;
 mod anthropic_tools;
+mod arrivals;
 mod bad_input;
 mod chat;
 mod client;

@@ -124,3 +124,40 @@ fn a_document_that_is_found_at_one_position_alone_is_pinned_where_the_last_promp
     flood(&server);
     assert_eq!(sources(&server, &[0], SHORT), ["computed"], "the copy at the first position");
 }
+
+#[test]
+fn a_document_at_one_position_is_pinned_after_sleep_where_it_was_or_not_at_all() {
+    let absolute = Reuse::plain(ReuseCell::ABSOLUTE_WITH_SYSTEM);
+    let reuse = DocumentReuse { settings: absolute, decoys: [].into() };
+    let server = with_model(loaded, reuse, (8, true), free_port());
+    let sleep_and_wake = || {
+        for control in ["/sleep", "/wake_up"] {
+            assert_eq!(post(server.address(), control, &json!({})).status, 200);
+        }
+    };
+    // Documents that a request names are not pinned.
+    let leave_a_copy_at_the_first_position = || {
+        let messages = [("system", SYSTEM), ("user", QUESTION.0)];
+        let messages = messages.map(|(role, content)| json!({"role": role, "content": content}));
+        let documents = [json!({"id": "other", "text": DOCUMENTS[0].1})];
+        let ask = json!({"messages": messages, "documents": documents, "max_tokens": SHORT});
+        assert_eq!(post(server.address(), "/v1/chat/completions", &ask).status, 200);
+    };
+    leave_a_copy_at_the_first_position();
+    [0, 2].into_iter().for_each(|at| put(&server, at, json!({})));
+    // The ID of the second document is less than that of the first one.
+    sources(&server, &[2, 0], SHORT);
+    wait_until("they are never pinned", || [2, 0].into_iter().all(|at| is_pinned(&server, at)));
+    sleep_and_wake();
+    assert_eq!([2, 0].map(|at| is_pinned(&server, at)), [true; 2]);
+    flood(&server);
+    assert_eq!(sources(&server, &[2, 0], SHORT), ["cache"; 2], "the copies of the prompt");
+    leave_a_copy_at_the_first_position();
+    assert_eq!(call(server.address(), "DELETE", &path(2), &[], b"").status, 200);
+    sleep_and_wake();
+    assert!(!is_pinned(&server, 0), "the copy at another position is pinned");
+    assert_eq!(sources(&server, &[0], SHORT), ["cache"], "the copy was lost, so this shows nothing");
+    wait_until("the next prompt does not pin it", || is_pinned(&server, 0));
+    assert_eq!(call(server.address(), "DELETE", &path(0), &[], b"").status, 200);
+    assert_nothing_is_held(&server);
+}

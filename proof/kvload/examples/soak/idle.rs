@@ -4,6 +4,7 @@
 use std::io::{BufRead as _, BufReader, Error, Result, Write as _};
 use std::net::SocketAddr;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -14,6 +15,12 @@ use crate::users::Stop;
 
 /// The number of files that are open besides idle connections: other connections, at both ends, and what the process has.
 const OTHERS: u64 = 1000;
+
+/// The least share of the idle connections that are wanted that must be open at the same time.
+const LEAST: f64 = 0.9;
+
+/// The time of traffic in which they can be opened. An interrupted soak may have less left.
+const TO_OPEN: Duration = Duration::from_secs(10);
 
 /// Raises the limit of open files as far as the process may, and returns it.
 pub(crate) fn raise_limit() -> u64 {
@@ -36,6 +43,8 @@ pub(crate) struct IdleConnections {
     wanted: usize,
     open: usize,
     most: usize,
+    /// The time that there was to open them.
+    time: Duration,
     clients: Child,
     /// `None` once the process is to end.
     orders: Option<ChildStdin>,
@@ -54,12 +63,18 @@ impl IdleConnections {
         let orders = clients.stdin.take();
         let reports = clients.stdout.take().map(BufReader::new);
         let reports = reports.ok_or_else(|| Error::other("the idle clients have no output"))?;
-        Ok(Self { wanted, open: 0, most: 0, clients, orders, reports, failed: None })
+        Ok(Self { wanted, open: 0, most: 0, time: Duration::ZERO, clients, orders, reports, failed: None })
     }
 
-    /// Returns how many are wanted, and how many were open at the same time.
-    pub(crate) fn reached(&self) -> (usize, usize) {
-        (self.wanted, self.most)
+    /// Checks that most of the connections that are wanted were open at the same time, if there was time to open them.
+    pub(crate) fn judge(&self, tally: &Tally) {
+        println!("up to {} of {} idle connections were open", self.most, self.wanted);
+        if self.time >= TO_OPEN && (self.most as f64) < LEAST * self.wanted as f64 {
+            tally.violation(format!(
+                "at most {} of {} idle connections were open at the same time",
+                self.most, self.wanted
+            ));
+        }
     }
 
     /// Returns how many are open.
@@ -69,6 +84,7 @@ impl IdleConnections {
 
     /// Opens the connections that are missing, while there is traffic.
     pub(crate) fn open(&mut self, stop: &Stop) {
+        self.time += stop.left();
         match self.ask(Order::Open(stop.left())) {
             Ok(report) => self.most = self.most.max(report.open),
             Err(error) => self.failed = Some(error),

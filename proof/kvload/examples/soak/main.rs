@@ -44,8 +44,11 @@ use state::State;
 use tally::Tally;
 use users::{Place, Stop};
 
-/// The time between two checkpoints.
+/// The longest time between two checkpoints.
 const SEGMENT: Duration = Duration::from_secs(10);
+
+/// The least number of times of traffic, each of which ends with a checkpoint.
+const SEGMENTS: u32 = 6;
 
 /// Soak a server in mixed traffic, and check that nothing breaks, leaks or differs.
 #[derive(Parser)]
@@ -104,6 +107,8 @@ fn main() -> ExitCode {
 /// Soaks a server. Returns true if nothing was wrong.
 fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
     let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    // The files in the folder are those of one soak.
+    let _lock = state::lock()?;
     let (mut state, resumed) = State::resume(args.seed, clock)?;
     let tally = Arc::new(Tally::new(std::mem::take(&mut state.counts)));
     tally.count_panics();
@@ -119,9 +124,18 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
         runtime.block_on(kept::remove_others(&place));
     }
     let mut checkpoints = Checkpoints::default();
-    let mut idle = IdleConnections::start(server.address(), args.idle.min(idle::room(files, args.users)))?;
+    let room = idle::room(files, args.users);
+    if room < args.idle {
+        println!(
+            "SKIPPED: {} of {} idle connections, because only {files} files may be open",
+            args.idle - room,
+            args.idle
+        );
+    }
+    let mut idle = IdleConnections::start(server.address(), args.idle.min(room))?;
     let bar = bar(args.seconds);
     let total = Duration::from_secs(args.seconds);
+    let segment = SEGMENT.min(total / SEGMENTS);
     let mut told = Instant::now();
     loop {
         // The first checkpoint remembers the answers to the fixed requests.
@@ -133,7 +147,7 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
             break;
         }
         let began = Instant::now();
-        let stop = Stop::at(began + SEGMENT.min(left));
+        let stop = Stop::at(began + segment.min(left));
         std::thread::scope(|scope| {
             scope.spawn(|| idle.open(&stop));
             runtime.block_on(traffic(&place, &state, args, &stop, &bar));
@@ -146,8 +160,7 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
             eprintln!("soak: {:.0} of {} seconds", state.seconds, args.seconds);
         }
     }
-    let (wanted, open) = idle.reached();
-    println!("up to {open} of {wanted} idle connections were open");
+    idle.judge(&tally);
     drop(idle);
     // Idle connections of the clients keep buffers, at both ends.
     drop(place);

@@ -1,7 +1,7 @@
 //! The state of a soak in a file, so that an interrupted one goes on.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::path::PathBuf;
 use std::time::UNIX_EPOCH;
 
@@ -28,7 +28,6 @@ impl State {
     /// Returns true if there was one.
     pub(crate) fn resume(seed: Option<u64>, clock: u64) -> std::io::Result<(Self, bool)> {
         let build = build()?;
-        fs::create_dir_all(folder())?;
         let saved = fs::read_to_string(file()).ok().and_then(|text| serde_json::from_str::<Self>(&text).ok());
         let fits = |state: &Self| state.build == build && seed.is_none_or(|seed| seed == state.seed);
         if let Some(state) = saved.filter(fits) {
@@ -53,7 +52,23 @@ impl State {
     }
 }
 
-/// Returns the folder of the soak, which exists once a state has been resumed.
+/// Locks the folder of the soak until the process ends or the file is dropped.
+///
+/// # Errors
+/// Returns an error if another soak has locked it.
+pub(crate) fn lock() -> std::io::Result<File> {
+    fs::create_dir_all(folder())?;
+    let file = File::create(folder().join("lock"))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => {
+            Err(std::io::Error::other(format!("another soak runs in {}", folder().display())))
+        }
+        Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Returns the folder of the soak, which exists once it has been locked.
 pub(crate) fn folder() -> PathBuf {
     xtask::run::target().join("soak")
 }

@@ -64,21 +64,21 @@ impl Place {
         Self { client: self.client.with_key(key), ..self.clone() }
     }
 
-    /// Sends a request, and checks the status and the answer.
+    /// Sends a request, and checks the status, which must be one of a few, and the answer.
     async fn checked<R>(
         &self,
         kind: &str,
         (method, path, body): (&str, &str, Bytes),
-        status: u16,
+        statuses: &[u16],
         read: impl AsyncFnOnce(Response) -> Result<R, Wrong>,
     ) -> Option<R> {
         let (began, shown) =
             (Instant::now(), String::from_utf8_lossy(&body[..body.len().min(400)]).into_owned());
         let answered = async {
             let response = self.client.send(method, path, body).await.map_err(told)?;
-            if response.status() != status {
+            if !statuses.contains(&response.status()) {
                 let (got, text) = (response.status(), response.text().await.map_err(told)?);
-                return Err(format!("status {got} instead of {status}: {}", shortened(&text)));
+                return Err(format!("status {got} instead of {statuses:?}: {}", shortened(&text)));
             }
             read(response).await
         };
@@ -96,15 +96,20 @@ impl Place {
     }
 
     /// Sends a request whose answer is JSON. A body of `null` is none.
-    pub(crate) async fn json(
+    pub(crate) async fn json(&self, kind: &str, request: (&str, &str, Value), status: u16) -> Option<Value> {
+        self.json_with(kind, request, &[status]).await
+    }
+
+    /// Sends a request whose answer is JSON, with one of a few statuses. A body of `null` is none.
+    pub(crate) async fn json_with(
         &self,
         kind: &str,
         (method, path, body): (&str, &str, Value),
-        status: u16,
+        statuses: &[u16],
     ) -> Option<Value> {
         let body = if body.is_null() { Bytes::new() } else { Bytes::from(body.to_string()) };
-        self.checked(kind, (method, path, body), status, async |response| response.json().await.map_err(told))
-            .await
+        let read = async |response: Response| response.json().await.map_err(told);
+        self.checked(kind, (method, path, body), statuses, read).await
     }
 
     /// Sends a drawn request, and checks its answer.
@@ -116,7 +121,7 @@ impl Place {
             }
             whole(drawn, &response.json().await.map_err(told)?)
         };
-        self.checked(drawn.kind, ("POST", drawn.dialect.path(), body), 200, read).await;
+        self.checked(drawn.kind, ("POST", drawn.dialect.path(), body), &[200], read).await;
     }
 }
 
@@ -168,7 +173,7 @@ pub(crate) async fn ask(place: Place, mut rng: StdRng, stop: Stop) {
             0 => {
                 let (method, path, body, status) = malformed(&mut rng);
                 let read = async |response: Response| response.text().await.map_err(told);
-                place.checked("malformed", (method, path, body), status, read).await;
+                place.checked("malformed", (method, path, body), &[status], read).await;
             }
             1 => counted(&place, &mut rng).await,
             _ => place.drawn(&draw(&mut rng)).await,
@@ -227,7 +232,7 @@ pub(crate) async fn watch(place: Place, stop: Stop) {
     let mut rounds = 0_u32;
     while !stop.is_over() {
         let read = async |response: Response| response.text().await.map_err(told);
-        let metrics = place.checked("metrics", ("GET", "/metrics", Bytes::new()), 200, read).await;
+        let metrics = place.checked("metrics", ("GET", "/metrics", Bytes::new()), &[200], read).await;
         if metrics.is_some_and(|text| !text.contains("vllm:num_requests_running")) {
             place.tally.violation("the metrics lack vllm:num_requests_running".to_owned());
         }
