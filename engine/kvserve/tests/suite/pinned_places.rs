@@ -144,7 +144,9 @@ fn a_document_at_one_position_is_pinned_after_sleep_where_it_was_or_not_at_all()
         assert_eq!(post(server.address(), "/v1/chat/completions", &ask).status, 200);
     };
     leave_a_copy_at_the_first_position();
-    [0, 2].into_iter().for_each(|at| put(&server, at, json!({})));
+    for at in [0, 2] {
+        put(&server, at, json!({}));
+    }
     // The ID of the second document is less than that of the first one.
     sources(&server, &[2, 0], SHORT);
     wait_until("they are never pinned", || [2, 0].into_iter().all(|at| is_pinned(&server, at)));

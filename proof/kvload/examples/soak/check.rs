@@ -1,6 +1,7 @@
 //! Checkpoints: while no request is sent, nothing is held but registered documents, all threads live, and fixed requests have their answers.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use kvserve::Server;
@@ -25,7 +26,7 @@ const GIVEN_BACK: Duration = Duration::from_secs(10);
 /// The memory that an idle connection may take in the process of the server, in bytes.
 const IDLE_CONNECTION: u64 = 16 << 10;
 
-/// The least number of checkpoints before memory is judged by its growth.
+/// The least number of checkpoints before the process is judged by its growth.
 const WARM_UP: usize = 12;
 
 /// The bytes that may be allocated after the last connection has closed, beyond those before the first request: what the
@@ -133,15 +134,31 @@ impl Checkpoints {
         }
     }
 
-    /// Judges the memory by a bound on its growth in bytes, after a warm-up of a third of the run, or of two minutes in a
-    /// shorter one: connections are opened, caches fill, and the buffers of most clients reach their largest size.
+    /// Judges the memory by a bound on its growth in bytes, after a warm-up in which connections are opened, caches fill,
+    /// and the buffers of most clients reach their largest size: that of the process after a third of the run, but at least
+    /// two minutes. In a shorter run, the most that is allocated in the second half is compared with the most in the first.
     pub(crate) fn judge(&self, most: u64, tally: &Tally) {
-        let warm_up = (self.resident.len() / 3).max(WARM_UP);
-        let (Some(warm), Some(last)) = (self.resident.get(warm_up), self.resident.last()) else { return };
-        let opened = self.idle.last().copied().unwrap_or(0).saturating_sub(self.idle[warm_up]) as u64;
-        if last.saturating_sub(*warm) > most + opened * IDLE_CONNECTION {
-            tally.violation(format!("the process grew from {} to {}", mib(*warm), mib(*last)));
+        let checkpoints = self.resident.len();
+        let (what, sizes, before, after) = if self.is_long() {
+            let warm_up = (checkpoints / 3).max(WARM_UP);
+            ("the process", &self.resident, warm_up..warm_up + 1, checkpoints - 1..checkpoints)
+        } else {
+            let half = checkpoints.div_ceil(2);
+            ("what is allocated", &self.allocated, 0..half, half..checkpoints)
+        };
+        let largest = |range: &Range<usize>| sizes.get(range.clone())?.iter().max().copied();
+        let (Some(warm), Some(last)) = (largest(&before), largest(&after)) else { return };
+        let open =
+            |range: Range<usize>| self.idle.get(range).into_iter().flatten().max().copied().unwrap_or(0);
+        let opened = open(after).saturating_sub(open(before)) as u64;
+        if last.saturating_sub(warm) > most + opened * IDLE_CONNECTION {
+            tally.violation(format!("{what} grew from {} to {}", mib(warm), mib(last)));
         }
+    }
+
+    /// Returns whether the run is long enough to judge the growth of the process.
+    fn is_long(&self) -> bool {
+        self.resident.len() > WARM_UP + 1
     }
 
     pub(crate) fn print(&self, state: &State, growth: u64) {
@@ -150,15 +167,16 @@ impl Checkpoints {
             let shown: Vec<String> = all.iter().step_by(every).chain(all.last()).map(|&b| mib(b)).collect();
             shown.join(", ")
         };
-        let judged = if self.resident.len() > WARM_UP {
-            format!("after a warm-up, it may grow by {growth} MiB")
+        let judged = format!("after a warm-up, it may grow by {growth} MiB");
+        let (of_process, of_allocated) = if self.is_long() {
+            (format!("; {judged}"), String::new())
         } else {
-            "the run is too short to judge its growth".to_owned()
+            (String::new(), format!("; {judged}"))
         };
         println!(
             "{:.0} seconds of traffic, {} checkpoints, up to {} threads\n\
-             resident memory from the first checkpoint to the last: {}; {judged}\n\
-             allocated memory from the first checkpoint to the last, and after the last connection: {}",
+             resident memory from the first checkpoint to the last: {}{of_process}\n\
+             allocated memory from the first checkpoint to the last, and after the last connection: {}{of_allocated}",
             state.seconds,
             self.resident.len(),
             self.threads,

@@ -19,8 +19,8 @@ const OTHERS: u64 = 1000;
 /// The least share of the idle connections that are wanted that must be open at the same time.
 const LEAST: f64 = 0.9;
 
-/// The time of traffic in which they can be opened. An interrupted soak may have less left.
-const TO_OPEN: Duration = Duration::from_secs(10);
+/// The time in which all can be opened while there is no traffic, before the server closes the first ones.
+pub(crate) const TO_OPEN: Duration = Duration::from_secs(20);
 
 /// Raises the limit of open files as far as the process may, and returns it.
 pub(crate) fn raise_limit() -> u64 {
@@ -66,7 +66,7 @@ impl IdleConnections {
         Ok(Self { wanted, open: 0, most: 0, time: Duration::ZERO, clients, orders, reports, failed: None })
     }
 
-    /// Checks that most of the connections that are wanted were open at the same time, if there was time to open them.
+    /// Checks that most of the connections that are wanted were open at the same time, unless there was nothing left to do.
     pub(crate) fn judge(&self, tally: &Tally) {
         println!("up to {} of {} idle connections were open", self.most, self.wanted);
         if self.time >= TO_OPEN && (self.most as f64) < LEAST * self.wanted as f64 {
@@ -82,7 +82,7 @@ impl IdleConnections {
         self.open
     }
 
-    /// Opens the connections that are missing, while there is traffic.
+    /// Opens the connections that are missing.
     pub(crate) fn open(&mut self, stop: &Stop) {
         self.time += stop.left();
         match self.ask(Order::Open(stop.left())) {

@@ -65,7 +65,8 @@ struct Soak {
     /// The number of idle connections, or as many as the process may open.
     #[arg(long, default_value_t = 10_000)]
     idle: usize,
-    /// The number of MiB by which the process may grow after the first third of the run, and after two minutes.
+    /// The number of MiB by which the process may grow after the first third of the run, and after two minutes. In shorter
+    /// runs, the number of MiB by which what is allocated may grow from the first half to the second.
     #[arg(long, default_value_t = 48)]
     growth: u64,
     /// Let only clients of one kind send requests, to find out which ones a violation needs.
@@ -137,6 +138,7 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
     let total = Duration::from_secs(args.seconds);
     let segment = SEGMENT.min(total / SEGMENTS);
     let mut told = Instant::now();
+    let mut opened = false;
     loop {
         // The first checkpoint remembers the answers to the fixed requests.
         checkpoints.check(&runtime, &server, &place, idle.now())?;
@@ -145,6 +147,10 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
         let left = total.saturating_sub(Duration::from_secs_f64(state.seconds));
         if left.is_zero() || tally.has_failed() {
             break;
+        }
+        if !std::mem::replace(&mut opened, true) {
+            // With traffic, a busy machine may close the first of them before it has opened the last one.
+            idle.open(&Stop::at(Instant::now() + idle::TO_OPEN));
         }
         let began = Instant::now();
         let stop = Stop::at(began + segment.min(left));
