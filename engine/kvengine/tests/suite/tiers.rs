@@ -104,7 +104,7 @@ fn documents_and_prompts_come_back_from_the_memory_above_a_disk() {
     engine.open_disk(folder.path(), config).unwrap();
     engine.load_from_disk(LoadRule::Always(PATIENCE));
     let ordinary: Vec<u32> = (0..30).map(|token| 3 + token * 5 % 45).collect();
-    let whole = Request { max_new_tokens: 3, ..Request::new(PromptTokens::Plain(ordinary.into())) };
+    let whole = Request { max_new_tokens: 3, ..Request::new(PromptTokens::Plain(ordinary)) };
     let first = (engine.generate(&whole, &mut ()).unwrap(), ask(&mut engine, 0));
     for number in 1..60 {
         ask(&mut engine, number);

@@ -26,6 +26,9 @@ const GIVEN_BACK: Duration = Duration::from_secs(10);
 /// The memory that an idle connection may take in the process of the server, in bytes.
 const IDLE_CONNECTION: u64 = 16 << 10;
 
+/// The factor of the growth that is allowed in a short run, whose checkpoints differ by what the last requests left in caches.
+const SHORT: u64 = 2;
+
 /// The least number of checkpoints before the process is judged by its growth.
 const WARM_UP: usize = 12;
 
@@ -139,12 +142,12 @@ impl Checkpoints {
     /// two minutes. In a shorter run, the most that is allocated in the second half is compared with the most in the first.
     pub(crate) fn judge(&self, most: u64, tally: &Tally) {
         let checkpoints = self.resident.len();
-        let (what, sizes, before, after) = if self.is_long() {
+        let (what, sizes, before, after, most) = if self.is_long() {
             let warm_up = (checkpoints / 3).max(WARM_UP);
-            ("the process", &self.resident, warm_up..warm_up + 1, checkpoints - 1..checkpoints)
+            ("the process", &self.resident, warm_up..warm_up + 1, checkpoints - 1..checkpoints, most)
         } else {
             let half = checkpoints.div_ceil(2);
-            ("what is allocated", &self.allocated, 0..half, half..checkpoints)
+            ("what is allocated", &self.allocated, 0..half, half..checkpoints, SHORT * most)
         };
         let largest = |range: &Range<usize>| sizes.get(range.clone())?.iter().max().copied();
         let (Some(warm), Some(last)) = (largest(&before), largest(&after)) else { return };
@@ -167,6 +170,7 @@ impl Checkpoints {
             let shown: Vec<String> = all.iter().step_by(every).chain(all.last()).map(|&b| mib(b)).collect();
             shown.join(", ")
         };
+        let growth = if self.is_long() { growth } else { SHORT * growth };
         let judged = format!("after a warm-up, it may grow by {growth} MiB");
         let (of_process, of_allocated) = if self.is_long() {
             (format!("; {judged}"), String::new())
