@@ -39,8 +39,8 @@ struct Planned {
     /// The time to compute the record, or zero if it is not known. For a record that is read, with those in host memory
     /// that are no use without it.
     cost: Duration,
-    /// The record that is read and without which this one is no use.
-    behind: Option<BlockKey>,
+    /// True if the record is in host memory, and no use without one that is read.
+    is_behind: bool,
 }
 
 /// The sum of a prompt's loads.
@@ -88,7 +88,7 @@ impl Planned {
                 places.insert(key, before);
                 loads[before].cost += cost;
                 loads[place].cost = Duration::ZERO;
-                loads[place].behind = Some(loads[before].id.key);
+                loads[place].is_behind = true;
             }
         }
     }
@@ -151,7 +151,7 @@ impl TierLink {
         let mut sum = LoadSum::of(&planned);
         let mut skipped = Vec::new();
         if sum.read > 0 && self.is_slower(sum) {
-            skipped.extend(planned.extract_if(.., |load| load.is_read || load.behind.is_some()));
+            skipped.extend(planned.extract_if(.., |load| load.is_read || load.is_behind));
             sum = LoadSum::of(&planned);
         }
         let mut staged = None;
@@ -190,7 +190,7 @@ impl TierLink {
     fn plan(&self, id: RecordId, listing: Listing) -> Planned {
         let cost = self.prefill.cost_now(id.tokens.len(), listing.note.cost);
         let (parent, bytes, is_read) = (listing.note.parent, listing.bytes, !listing.in_memory);
-        Planned { id, parent, bytes, is_read, cost, behind: None }
+        Planned { id, parent, bytes, is_read, cost, is_behind: false }
     }
 
     /// Returns how long a prompt may wait until it can begin with its loads: as long as the disk should take for them and for
@@ -306,7 +306,7 @@ mod tests {
             label: "test".into(),
         };
         let (parent, cost) = (parent.map(key), Duration::from_millis(milliseconds));
-        Planned { id, parent, bytes: 100 * tokens, is_read, cost, behind: None }
+        Planned { id, parent, bytes: 100 * tokens, is_read, cost, is_behind: false }
     }
 
     /// Returns the bytes, the bytes that are read, and the times in milliseconds.
@@ -341,7 +341,7 @@ mod tests {
         assert_eq!(sum(&mut loads), (6000, 2000, Some(75), Some(60)));
         let each: Vec<_> = loads.iter().map(|load| load.cost.as_millis()).collect();
         assert_eq!(each, [21, 0, 39, 0, 0, 15]);
-        let is_behind: Vec<_> = loads.iter().map(|load| load.behind.is_some()).collect();
+        let is_behind: Vec<_> = loads.iter().map(|load| load.is_behind).collect();
         assert_eq!(is_behind, [false, true, false, true, true, false]);
         // The head is in memory: it can be used whatever the disk does.
         let mut loads = [load(1, None, MEMORY, 10, 10), load(2, Some(1), DISK, 10, 11)];

@@ -135,7 +135,9 @@ impl Held {
     /// Returns the key of the record that leaves next: of those that need the least recently used one, one that nobody needs.
     fn next_to_leave(&self) -> Option<BlockKey> {
         let mut key = *self.order.first_key_value()?.1;
-        while let Some(child) = self.children.get(&key).and_then(BTreeSet::first) {
+        // Records that need each other end nowhere.
+        for _ in 0..self.records.len() {
+            let Some(child) = self.children.get(&key).and_then(BTreeSet::first) else { break };
             key = *child;
         }
         Some(key)
@@ -208,6 +210,19 @@ mod tests {
         assert!(chain.take(&id(1, 0)).is_some());
         assert!(chain.keep(link(4, 0)).is_empty());
         assert_eq!(chain.keep(link(5, 0)), [[3; 20].to_vec()]);
+    }
+
+    #[test]
+    fn records_that_need_each_other_leave_all_the_same() {
+        let memory = MemoryTier::new(60);
+        let key = |number: u8| id(number, 0).key;
+        for (number, parent) in [(1, 2), (2, 1), (3, 3)] {
+            memory.keep(Kept { parent: Some(key(parent)), ..kept(id(number, 0), 20, number) });
+        }
+        for number in 4..8 {
+            assert_eq!(memory.keep(kept(id(number, 0), 20, number)).len(), 1);
+        }
+        assert_eq!(memory.usage().bytes, 60);
     }
 
     proptest! {
