@@ -432,7 +432,10 @@ def test_a_killed_vllm_leaves_only_right_records(disk: Disk) -> None:
                 print(number, flush=True)
     """)
     found = 0
-    for round_ in range(5):
+    # On a busy machine, little is written before the kill. Later rounds store more.
+    for round_ in range(15):
+        if round_ >= 5 and found > 500:
+            break
         last = killed_after(program, 9 * round_ + 3)
         engine = disk.start(disk_limit="2MiB")
         for number in range(last + 1):

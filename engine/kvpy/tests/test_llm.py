@@ -237,12 +237,13 @@ def test_documents_outlive_the_program_on_a_disk(tmp_path: pathlib.Path) -> None
         on_disk(tmp_path)
     first.close_disk()
     assert first.get_disk_stats() is None and first.disk_prometheus() == ""
-    second = on_disk(tmp_path, disk_policy="tiny-lfu")
+    second = on_disk(tmp_path, disk_policy="tiny-lfu", disk_memory=4 << 20)
     (again,) = second.generate(OTHER)
     assert again.text.strip() == "red" and again.missed == [None, None]
     stats = second.get_disk_stats()
     assert stats is not None and stats["hits"] >= 2 and stats["records"] >= 2 and stats["damaged"] == 0
     assert (stats["save_errors"], stats["write_deadline_exceeded"]) == (0, 0)
+    assert 0 < stats["memory_bytes"] <= stats["memory_limit_bytes"] == 4 << 20
     assert f'kv_tier_hits_total{{tier="disk"}} {float(stats["hits"])}' in second.disk_prometheus()
 
 
