@@ -31,8 +31,8 @@ impl Staging {
         self.loading.lock().read
     }
 
-    /// Takes memory for records of so many `bytes`, of which a disk reads `read`. Returns `None` if other requests use too much of it, or are loading one of the
-    /// records. A request that is alone gets all that it needs.
+    /// Takes memory for records of so many `bytes`, of which a disk reads `read`. Returns `None` if other requests use too
+    /// much of it, or are loading one of the records. A request that is alone gets all that it needs.
     pub(super) fn take(self: &Arc<Self>, keys: Vec<BlockKey>, bytes: usize, read: usize) -> Option<Staged> {
         let mut loading = self.loading.lock();
         let full = loading.bytes > 0 && loading.bytes + bytes > self.limit;

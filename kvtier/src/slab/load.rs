@@ -87,7 +87,7 @@ pub struct Listing {
     pub bytes: usize,
     /// What is known about the record.
     pub note: RecordNote,
-    /// Whether the record is in host memory, too, so that a load reads nothing.
+    /// True if the record is in host memory, too, so that a load reads nothing.
     pub in_memory: bool,
 }
 

@@ -37,7 +37,7 @@ pub(super) struct Kept {
     pub(super) buffers: Vec<RecordBuffer>,
 }
 
-/// What the memory contains, and what it has done.
+/// The contents of the memory, and the loads that it has served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct MemoryUsage {
     pub(super) bytes: usize,

@@ -37,7 +37,7 @@ enum Conclusion {
     NotReuse,
 }
 
-/// What the answers differ by from the answer without a cache, and what has been compared.
+/// The differences from the answer without a cache that a conclusion follows from.
 #[derive(Debug, Clone, Copy)]
 struct Compared<'a> {
     /// The differences of the answers with reuse.
