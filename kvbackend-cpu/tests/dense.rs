@@ -181,6 +181,84 @@ fn long_and_many_rows_rounded_to_eight_bits_multiply() {
     }
 }
 
+/// Compares products of rows rounded to bf16 with plain sums.
+fn check_bf16(rows: usize, out: usize, input: usize, seed: u64) {
+    let mut x = numbers(seed, rows * input);
+    for (place, x) in x.iter_mut().enumerate() {
+        *x *= [1.0, 1e-3, 0.0, 1e4][place / 7 % 4];
+    }
+    let bytes = stored(StoredType::BF16, out, input, seed + 1);
+    let mut w = vec![0.0; out * input];
+    StoredType::BF16.decode(&bytes, &mut w);
+    let of: Vec<f32> = x.iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect();
+    let expected = expected(&of, &w, input);
+    // The matrix may begin at any byte.
+    for offset in [0, 1] {
+        let moved = [&vec![0; offset][..], &bytes].concat();
+        let matrix = Matrix::new(StoredType::BF16, out, input, &moved[offset..]).unwrap();
+        let multiplied = |products: Products| {
+            products.with_compute(ComputeType::Bf16).multiplied(&x, rows, &matrix).unwrap()
+        };
+        compare(&format!("bf16 {rows} x {out} x {input}, rounded"), multiplied, &expected);
+    }
+}
+
+#[rstest]
+fn rows_rounded_to_bf16_multiply(#[values(1, 2, 5, 6, 7, 13, 23, 24, 25, 97)] rows: usize) {
+    for (seed, out) in [1, 3, 4, 15, 16, 17, 31, 32, 33, 70].into_iter().enumerate() {
+        for input in [1, 2, 31, 32, 33, 64, 577] {
+            check_bf16(rows, out, input, seed as u64);
+        }
+    }
+}
+
+#[test]
+fn long_and_many_rows_rounded_to_bf16_multiply() {
+    for (rows, out, input) in [(1, 9, 2560), (8, 70, 3072), (1300, 33, 768), (50, 40, 2048), (2000, 3, 320)] {
+        check_bf16(rows, out, input, 3);
+    }
+}
+
+/// Types that a compute type does not round for are multiplied exactly, bit for bit.
+#[test]
+fn a_compute_type_leaves_other_matrices_alone() {
+    for dtype in StoredType::ALL {
+        for compute in ComputeType::ALL.into_iter().filter(|compute| !compute.rounds_for(dtype)) {
+            let (x, bytes) = (numbers(1, 5 * 256), stored(dtype, 9, 256, 2));
+            let matrix = Matrix::new(dtype, 9, 256, &bytes).unwrap();
+            for (name, exact) in ways() {
+                let other = exact.clone().with_compute(compute).multiplied(&x, 5, &matrix).unwrap();
+                assert_eq!(other, exact.multiplied(&x, 5, &matrix).unwrap(), "{name}, {dtype}, {compute}");
+            }
+        }
+    }
+}
+
+/// In a row that is no number or without bound somewhere, no product of bf16 is finite; other rows stay.
+#[test]
+fn a_fault_in_a_row_in_bf16_stays_visible() {
+    let input = 100;
+    let bytes = vec![0x3f; 2 * 40 * input];
+    let matrix = Matrix::new(StoredType::BF16, 40, input, &bytes).unwrap();
+    for rows in [3, 30] {
+        let sound = numbers(9, rows * input);
+        for (fault, place) in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX]
+            .into_iter()
+            .flat_map(|fault| [(fault, 0), (fault, 31), (fault, 99)])
+        {
+            let mut x = sound.clone();
+            x[input + place] = fault;
+            for (name, products) in ways() {
+                let products = products.with_compute(ComputeType::Bf16);
+                let expected = products.multiplied(&sound, rows, &matrix).unwrap();
+                let y = products.multiplied(&x, rows, &matrix).unwrap();
+                assert!(y[40..80].iter().all(|y| !y.is_finite()), "{name} {fault} {place}");
+                assert_eq!((&y[..40], &y[80..]), (&expected[..40], &expected[80..]), "{name}");
+            }
+        }
+    }
+}
+
 /// In a row that is no number or without bound somewhere, no product is a number; other rows stay.
 #[test]
 fn a_fault_in_a_row_that_is_rounded_stays_visible() {

@@ -60,7 +60,7 @@ def test_activations_may_be_rounded() -> None:
     """The built-in model is in f32, whose products are never rounded."""
     (answer,) = kvcache.LLM(MODEL, compute="int8").generate(PROMPT)
     assert answer.text.strip() == "blue"
-    with pytest.raises(kvcache.KvCacheError, match="compute type \"bf8\"; use exact or int8"):
+    with pytest.raises(kvcache.KvCacheError, match="compute type \"bf8\"; use exact, bf16 or int8"):
         kvcache.LLM(MODEL, compute="bf8")
 
 

@@ -2,7 +2,7 @@
 //!
 //! [`Products`] multiplies f32 activations by a matrix in its stored form: floats, or ggml blocks. Every
 //! matrix element is decoded once for all rows, and only products and their sums are rounded, unless the caller
-//! chooses [`ComputeType::Int8`]. Norms, gates and sums also run on all threads, because a single-threaded step
+//! chooses another [`ComputeType`]. Norms, gates and sums also run on all threads, because a single-threaded step
 //! would keep all other threads waiting.
 //!
 //! ```
@@ -35,6 +35,7 @@ mod eight;
 mod file;
 mod panel;
 mod single;
+mod sixteen;
 mod stored;
 mod tile;
 mod types;
@@ -203,10 +204,16 @@ impl Products {
         self.compute
     }
 
-    /// Returns whether the processor and the instruction set have eight-bit dot products (`AVX512_VNNI`). Without them,
-    /// [`ComputeType::Int8`] rounds rows, but is no faster than [`ComputeType::Exact`].
-    pub fn has_eight_bit_products(&self) -> bool {
-        eight::has_dot_products(self.level.level())
+    /// Returns whether the processor and the instruction set have dot products for the compute type: `AVX512_VNNI` for
+    /// [`ComputeType::Int8`], and `AVX512_BF16` or AMX for [`ComputeType::Bf16`]. Without them, rows are rounded, but products
+    /// are no faster than in [`ComputeType::Exact`].
+    pub fn has_dot_products(&self) -> bool {
+        let level = self.level.level();
+        match self.compute {
+            ComputeType::Exact => true,
+            ComputeType::Bf16 => sixteen::has_dot_products(level),
+            ComputeType::Int8 => eight::has_dot_products(level),
+        }
     }
 
     /// Computes `y = x · matrixᵀ`, where `x` is `[rows, input]` and `y` is `[rows, out]`.
@@ -249,10 +256,11 @@ impl Products {
             unsafe { y.write_bytes(0, rows * out) };
             return Ok(());
         }
-        if self.compute == ComputeType::Int8 && matrix.dtype.is_blocks() {
-            eight::multiply(self, (x, rows), matrix, y);
-        } else {
-            self.exact((x, rows), matrix, y);
+        match self.compute {
+            compute if !compute.rounds_for(matrix.dtype) => self.exact((x, rows), matrix, y),
+            ComputeType::Exact => self.exact((x, rows), matrix, y),
+            ComputeType::Bf16 => sixteen::multiply(self, (x, rows), matrix, y),
+            ComputeType::Int8 => eight::multiply(self, (x, rows), matrix, y),
         }
         Ok(())
     }

@@ -65,6 +65,11 @@ fn parts(dtype: StoredType) -> usize {
     }
 }
 
+/// Returns whether a level has a matrix unit, and so many rows are worth using it.
+pub(super) fn is_worthwhile(level: SimdLevel, rows: usize, dtype: StoredType) -> bool {
+    level >= SimdLevel::Amx && rows >= LEAST[parts(dtype) - 1]
+}
+
 /// Computes `y = x · matrixᵀ` on the given number of threads. Does nothing and returns false if there is no
 /// matrix unit at this level, or if there are too few rows.
 ///
@@ -76,7 +81,7 @@ pub(super) fn multiply(
     matrix: &Matrix<'_>,
     y: Destination<'_>,
 ) -> bool {
-    if level < SimdLevel::Amx || rows < LEAST[parts(matrix.dtype) - 1] {
+    if !is_worthwhile(level, rows, matrix.dtype) {
         return false;
     }
     let input = matrix.input;

@@ -95,8 +95,8 @@ fn main() {
                 let [seconds, limit] = in_turns([&mut ours, &mut theirs]);
                 row(&what, size, seconds, "GEMM in f32", limit);
             }
-            if dtype.is_blocks() {
-                let rounded = products.clone().with_compute(ComputeType::Int8);
+            for compute in ComputeType::ALL.into_iter().filter(|compute| compute.rounds_for(dtype)) {
+                let rounded = products.clone().with_compute(compute);
                 let (mut y, mut z) = (vec![0.0f32; rows * OUT], vec![0.0f32; rows * OUT]);
                 let run = |products: &Products, y: &mut [f32]| {
                     for matrix in &matrices {
@@ -105,7 +105,7 @@ fn main() {
                 };
                 let [seconds, exact] =
                     in_turns([&mut || run(&rounded, &mut y), &mut || run(&products, &mut z)]);
-                row(&format!("{what}, in int8"), size, seconds, "exact product", exact);
+                row(&format!("{what}, in {compute}"), size, seconds, "exact product", exact);
             }
         }
     }

@@ -78,7 +78,11 @@ fn in_blocks(weight: &StoredWeight, dtype: StoredType) -> StoredWeight {
     if weight.shape().len() < 2 || !weight.width().is_multiple_of(dtype.block_elements()) {
         return weight.clone();
     }
-    let of = if dtype == StoredType::Q8_0 { q8_0 } else { q4_k };
+    let of = match dtype {
+        StoredType::Q8_0 => q8_0,
+        StoredType::BF16 => |x: &[f32]| half::bf16::from_f32(x[0]).to_le_bytes().to_vec(),
+        _ => q4_k,
+    };
     let bytes: Vec<u8> = weight.to_f32().chunks(dtype.block_elements()).flat_map(of).collect();
     StoredWeight::new(weight.name(), dtype, weight.shape(), bytes).unwrap()
 }
@@ -116,12 +120,14 @@ fn a_model_in_blocks_answers_as_its_decoded_weights(
     assert!(gap < if rounded { 0.02 } else { 1e-5 }, "{gap}");
 }
 
-#[test]
-fn a_model_with_rounded_activations_is_another_one() {
-    let blocks: Vec<_> = weights().iter().map(|weight| in_blocks(weight, StoredType::Q8_0)).collect();
-    let [exact, rounded] = ComputeType::ALL.map(|compute| {
+#[rstest]
+#[case(ComputeType::Int8, StoredType::Q8_0)]
+#[case(ComputeType::Bf16, StoredType::BF16)]
+fn a_model_with_rounded_activations_is_another_one(#[case] compute: ComputeType, #[case] dtype: StoredType) {
+    let stored: Vec<_> = weights().iter().map(|weight| in_blocks(weight, dtype)).collect();
+    let [exact, rounded] = [ComputeType::Exact, compute].map(|compute| {
         let (weights, dense) =
-            (Weights::from_stored(blocks.clone()), HostDense::default().with_compute(compute));
+            (Weights::from_stored(stored.clone()), HostDense::default().with_compute(compute));
         Model::with_dense(config(), weights, WeightFormat::Stored, Arc::new(dense)).unwrap()
     });
     assert_eq!(exact.identity(), rounded.identity());
@@ -129,7 +135,7 @@ fn a_model_with_rounded_activations_is_another_one() {
     let (got, expected) = (logits(&rounded), logits(&exact));
     let largest = expected.iter().fold(0.0f32, |m, x| m.max(x.abs()));
     let gap = distance(&got, &expected) / largest;
-    println!("activations in eight bits: {gap:.2e} of the largest logit");
+    println!("activations in {compute}: {gap:.2e} of the largest logit");
     assert!(gap > 1e-4 && gap < 0.05, "{gap}");
 }
 

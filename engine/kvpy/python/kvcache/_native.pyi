@@ -701,7 +701,8 @@ class LLM:
     question never does. Built-in texts are used by default. Decoys of the same kind as the documents keep more of
     the answers.
 
-    With ``compute="int8"``, activations are rounded to eight bits for weights in ggml blocks, as in llama.cpp.
+    With ``compute="bf16"``, activations are rounded to bf16 for weights in bf16. With ``compute="int8"``, they are rounded
+    to eight bits for weights in ggml blocks, as in llama.cpp.
 
     With ``disk``, documents and prompts outlive the program in a file of ``disk_limit`` bytes in that folder. When it is
     full, ``disk_policy`` determines which of them leave first. What was saved or loaded last also stays in
@@ -721,7 +722,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         device: str = "cpu",
         threads: int | None = None,
-        compute: Literal["exact", "int8"] = "exact",
+        compute: Literal["exact", "bf16", "int8"] = "exact",
         disk: str | PathLike[str] | None = None,
         disk_limit: int | None = None,
         disk_loads: Literal["faster", "always"] = "faster",

@@ -29,28 +29,35 @@ use weight::{HeadMatrices, HeldForm, HostWeight, StoredMatrix};
 ///
 /// Projection and embedding matrices keep their stored type, unless a [`WeightFormat`] asks for another one,
 /// and are multiplied in f32: weights are not widened in memory, and activations are not rounded. With
-/// [`ComputeType::Int8`], activations are rounded to eight bits for matrices in blocks, except for those that
-/// a model asks to be exact ([`WeightUse::ExactProjection`]).
+/// another [`ComputeType`], activations are rounded for matrices in bf16 or in blocks, except for those that a model asks to
+/// be exact ([`WeightUse::ExactProjection`]).
 ///
 /// Matrix products and the steps between them run on a CPU backend's threads, which live as long as the
 /// backend. candle stores the tensors and copies their rows, but does not start threads.
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {
     products: Products,
-    /// True if a loaded matrix is in blocks, which [`ComputeType::Int8`] is for.
-    has_blocks: Arc<AtomicBool>,
+    /// True if rows are rounded for a loaded matrix.
+    rounds: Arc<AtomicBool>,
 }
 
 impl HostDense {
     /// Creates steps that run on a backend's threads and use its instruction set.
     pub fn on(backend: &CpuBackend) -> Self {
-        Self { products: Products::on(backend), has_blocks: Arc::default() }
+        Self { products: Products::on(backend), rounds: Arc::default() }
     }
 
     /// Returns these steps with another precision of projections.
     #[must_use]
     pub fn with_compute(self, compute: ComputeType) -> Self {
         Self { products: self.products.with_compute(compute), ..self }
+    }
+
+    /// Notes whether rows are rounded for a weight.
+    fn note_rounding(&self, weight: &HostWeight) {
+        if let HeldForm::Matrix(matrix) = weight.held() {
+            self.rounds.fetch_or(matrix.is_rounded_for(self.products.compute()), Ordering::Relaxed);
+        }
     }
 
     /// Returns the products of a projection's matrix.
@@ -158,38 +165,45 @@ impl Dense for HostDense {
     fn name(&self) -> &'static str {
         match self.products.compute() {
             ComputeType::Exact => NAME,
+            ComputeType::Bf16 => "host, bf16",
             ComputeType::Int8 => "host, int8",
         }
     }
 
     fn note(&self) -> Option<String> {
-        if self.products.compute() == ComputeType::Exact {
-            return None;
+        let (weights, cure, products, instructions) = match self.products.compute() {
+            ComputeType::Exact => return None,
+            ComputeType::Bf16 => ("in bf16", "use the file in bf16", "bf16", "AVX512_BF16"),
+            ComputeType::Int8 => {
+                ("in ggml blocks", "--weights q8 stores weights in blocks", "eight-bit", "AVX512_VNNI")
+            }
+        };
+        if !self.rounds.load(Ordering::Relaxed) {
+            return Some(format!(
+                "{products} products need weights {weights}, and this model has none: products are exact; {cure}"
+            ));
         }
-        if !self.has_blocks.load(Ordering::Relaxed) {
-            return Some(
-                "eight-bit products need weights in ggml blocks, and all weights of this model are floats: \
-                 products are exact; --weights q8 stores weights in blocks"
-                    .to_owned(),
-            );
-        }
-        (!self.products.has_eight_bit_products()).then(|| {
-            "this processor has no eight-bit dot products (AVX512_VNNI): activations are rounded to eight bits, \
-             but products are no faster than exact ones"
-                .to_owned()
+        (!self.products.has_dot_products()).then(|| {
+            format!(
+                "this processor has no {products} dot products ({instructions}): activations are rounded, but products are \
+                 no faster than exact ones"
+            )
         })
     }
 
     fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>> {
         let weight = HostWeight::load(stored, purpose)?;
-        if let HeldForm::Matrix(matrix) = weight.held() {
-            self.has_blocks.fetch_or(matrix.can_be_rounded(), Ordering::Relaxed);
+        // A table does not multiply, unless it is tied to the head.
+        if !matches!(purpose, WeightUse::Table) {
+            self.note_rounding(&weight);
         }
         Ok(Arc::new(weight))
     }
 
     fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>> {
-        Ok(Arc::new(HostWeight::tied_head(held(table)?, format)?))
+        let weight = HostWeight::tied_head(held(table)?, format)?;
+        self.note_rounding(&weight);
+        Ok(Arc::new(weight))
     }
 
     fn border(&self, backend: &dyn Backend, extents: &BorderExtents) -> Result<Box<dyn Border>> {

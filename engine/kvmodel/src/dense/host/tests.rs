@@ -346,20 +346,33 @@ fn a_precision_without_effect_is_noted() {
         HostDense::on(&backend).with_compute(compute)
     };
     let matrix = StoredWeight::of_f32("a", &[2, 32], &numbers(1, 64)).unwrap();
-    let (floats, blocks) = (WeightFormat::Stored, WeightFormat::Q8);
-    for (compute, format, simd, expected) in [
-        (ComputeType::Exact, floats, None, None),
-        (ComputeType::Exact, blocks, Some(SimdLevel::Portable), None),
-        (ComputeType::Int8, floats, None, Some("all weights of this model are floats")),
-        (ComputeType::Int8, blocks, Some(SimdLevel::Portable), Some("no eight-bit dot products")),
+    let brain = StoredWeight::new("a", StoredType::BF16, &[2, 32], vec![0; 128].into()).unwrap();
+    let (stored, blocks) = (WeightFormat::Stored, WeightFormat::Q8);
+    for (compute, weight, format, simd, expected) in [
+        (ComputeType::Exact, &matrix, stored, None, None),
+        (ComputeType::Exact, &matrix, blocks, Some(SimdLevel::Portable), None),
+        (ComputeType::Int8, &matrix, stored, None, Some("need weights in ggml blocks")),
+        (ComputeType::Int8, &matrix, blocks, Some(SimdLevel::Portable), Some("no eight-bit dot products")),
+        (ComputeType::Bf16, &matrix, stored, None, Some("need weights in bf16")),
+        (ComputeType::Bf16, &brain, blocks, None, Some("need weights in bf16")),
+        (ComputeType::Bf16, &brain, stored, Some(SimdLevel::Portable), Some("no bf16 dot products")),
     ] {
         let steps = steps(compute, simd);
-        steps.load(&matrix, WeightUse::Projection(format)).unwrap();
+        steps.load(weight, WeightUse::Projection(format)).unwrap();
         let note = steps.note();
         assert_eq!(note.is_some(), expected.is_some(), "{compute} {format:?}: {note:?}");
         assert!(expected.is_none_or(|words| note.as_ref().unwrap().contains(words)), "{note:?}");
     }
-    let fast = steps(ComputeType::Int8, None);
-    fast.load(&matrix, WeightUse::Projection(blocks)).unwrap();
-    assert_eq!(fast.note().is_none(), fast.products.has_eight_bit_products());
+    for (compute, weight, format) in [(ComputeType::Int8, &matrix, blocks), (ComputeType::Bf16, &brain, stored)] {
+        let fast = steps(compute, None);
+        fast.load(weight, WeightUse::Projection(format)).unwrap();
+        assert_eq!(fast.note().is_none(), fast.products.has_dot_products(), "{compute}");
+    }
+    // A table alone does not multiply.
+    let (tied, alone) = (steps(ComputeType::Bf16, None), steps(ComputeType::Bf16, None));
+    let table = tied.load(&brain, WeightUse::Table).unwrap();
+    alone.load(&brain, WeightUse::Table).unwrap();
+    tied.tied_head(table.as_ref(), stored).unwrap();
+    assert!(alone.note().is_some_and(|note| note.contains("need weights in bf16")));
+    assert_eq!(tied.note().is_none(), tied.products.has_dot_products());
 }

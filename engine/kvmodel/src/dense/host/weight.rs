@@ -1,7 +1,7 @@
 //! Weights on the host: candle tensors, and matrices in their stored type.
 
 use candle_core::{Device, Tensor};
-use kvbackend_cpu::dense::{Matrix, Products, SharedBytes, StoredType};
+use kvbackend_cpu::dense::{ComputeType, Matrix, Products, SharedBytes, StoredType};
 
 use super::failed;
 use crate::dense::{StoredWeight, Weight, WeightFormat, WeightUse};
@@ -80,9 +80,9 @@ impl StoredMatrix {
         Ok(Matrix::new(self.dtype, self.out, self.input, &self.bytes)?)
     }
 
-    /// Returns whether rows may be rounded when they are multiplied by the matrix, and can be.
-    pub(super) fn can_be_rounded(&self) -> bool {
-        !self.is_exact && self.dtype.is_blocks()
+    /// Returns whether rows are rounded when they are multiplied by the matrix.
+    pub(super) fn is_rounded_for(&self, compute: ComputeType) -> bool {
+        !self.is_exact && compute.rounds_for(self.dtype)
     }
 
     /// Decodes a row into `to`.
