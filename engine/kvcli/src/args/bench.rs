@@ -58,7 +58,7 @@ pub(crate) struct MeasuredArgs {
 
     /// Precision of matrix products on the host. exact: only sums are rounded. bf16: for weights in bf16,
     /// activations are rounded to bf16, as in other programs; faster on processors with bf16 dot products
-    /// (AVX512_BF16). int8: for weights in ggml blocks, activations are rounded to eight bits, as llama.cpp
+    /// (AVX-512 BF16). int8: for weights in ggml blocks, activations are rounded to eight bits, as llama.cpp
     /// does; faster on processors with eight-bit dot products (VNNI). Keys and values of one type are not
     /// found by the others.
     #[arg(long, value_name = "TYPE", default_value = "exact", value_parser = compute_type)]

@@ -346,7 +346,7 @@ fn a_precision_without_effect_is_noted() {
         HostDense::on(&backend).with_compute(compute)
     };
     let matrix = StoredWeight::of_f32("a", &[2, 32], &numbers(1, 64)).unwrap();
-    let brain = StoredWeight::new("a", StoredType::BF16, &[2, 32], vec![0; 128].into()).unwrap();
+    let brain = StoredWeight::new("a", StoredType::BF16, &[2, 32], vec![0; 128]).unwrap();
     let (stored, blocks) = (WeightFormat::Stored, WeightFormat::Q8);
     for (compute, weight, format, simd, expected) in [
         (ComputeType::Exact, &matrix, stored, None, None),
@@ -363,7 +363,9 @@ fn a_precision_without_effect_is_noted() {
         assert_eq!(note.is_some(), expected.is_some(), "{compute} {format:?}: {note:?}");
         assert!(expected.is_none_or(|words| note.as_ref().unwrap().contains(words)), "{note:?}");
     }
-    for (compute, weight, format) in [(ComputeType::Int8, &matrix, blocks), (ComputeType::Bf16, &brain, stored)] {
+    for (compute, weight, format) in
+        [(ComputeType::Int8, &matrix, blocks), (ComputeType::Bf16, &brain, stored)]
+    {
         let fast = steps(compute, None);
         fast.load(weight, WeightUse::Projection(format)).unwrap();
         assert_eq!(fast.note().is_none(), fast.products.has_dot_products(), "{compute}");
