@@ -210,7 +210,7 @@ fn stalls_nobody(disk: &TestDisk) {
     disk.go_on();
     assert!(slab.flush(PATIENCE));
     assert_eq!(slab.usage().deadline_exceeded, 1);
-    // The two threads that write may end in any order, so the very newest record may have left again.
+    // The threads that write may end in any order, so the very newest record may have left again.
     let newest = (0..20).map(|before| record(stored.len() as u32 - before, 9_000));
     let found = newest.filter(|one| load(&slab, &one.id).is_ok_and(|buffers| buffers == one.buffers));
     assert!(found.count() > 5);

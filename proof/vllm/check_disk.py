@@ -119,8 +119,10 @@ class DiskChecks(Checks):
         prefix = "vllm:kvcache_tier_"
         read = {one.name.removeprefix(prefix): one.value for one in host.llm.get_metrics() if isinstance(one, Counter | Gauge) and one.name.startswith(prefix)}
         self.say(f"vLLM exports {len(read)} metrics of the disk", None if read.get("hits") and read.get("limit_bytes") else str(read))
-        waits = [one.count for one in host.llm.get_metrics() if isinstance(one, Histogram) and one.name == f"{prefix}wait_seconds"]
-        self.say(f"vLLM has measured {sum(waits)} waits for the disk", None if sum(waits) else f"{waits}")
+        times = {one.name.removeprefix(prefix): one.count for one in host.llm.get_metrics() if isinstance(one, Histogram)}
+        for what in ("wait", "load"):
+            count = times.get(f"{what}_seconds")
+            self.say(f"vLLM has measured {count} times of a {what}", None if count else str(times))
 
     def other_weights(self, folder: Path, other: Path) -> None:
         shutil.copytree(self.path, other)

@@ -23,6 +23,7 @@
 //! | `managers` | the managers of `kvmanager`: blocks, sequences and requests by ID, and ranks' caches |
 //! | `llm`, `sampling` | `LLM`, `RequestOutput`, `SamplingParams` |
 //! | `slab`, `slab_blocks` | `Slab`, private: rows of other engines' memory, or blocks of arenas, as records on a disk |
+//! | `slab_times` | the times of a slab's loads and writes |
 //! | `lab` | questions to check a model that runs inside vLLM |
 //! | `device`, `names` | devices and element types by their names |
 //! | `tensor`, `export` | other libraries' tensors used here; this module's tensors used elsewhere |
@@ -55,6 +56,7 @@ mod slab;
 mod slab_blocks;
 mod slab_load;
 mod slab_rows;
+mod slab_times;
 mod table;
 mod tensor;
 

@@ -4,6 +4,7 @@
 //! each row. A row becomes one record. Calls that read or write the disk wait for it, without Python's lock and
 //! for a limited time, so they belong on threads of their own.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,6 +20,7 @@ use crate::device::ArenaDevice;
 use crate::error::CallError;
 use crate::names::named;
 use crate::slab_rows::{RowLoad, Rows};
+use crate::slab_times::SlabTimes;
 use crate::tensor::ForeignTensor;
 
 /// The number of bytes that are queued before a store waits for the disk.
@@ -35,6 +37,7 @@ pub(crate) struct PySlab {
     /// Everything that a row's bytes depend on apart from its name.
     pub(crate) identity: Arc<str>,
     row_bytes: usize,
+    times: Arc<SlabTimes>,
 }
 
 /// The longest deadline.
@@ -82,7 +85,10 @@ impl PySlab {
         let config = if whole <= WHOLE { fitting } else { default };
         let open = || Slab::open(&folder, scope, config);
         let slab = py.detach(open).map_err(CallError::from)?;
-        Ok(Self { own: Mutex::new(Some(Arc::new(slab))), scope, identity, row_bytes })
+        let times = Arc::<SlabTimes>::default();
+        let observed = Arc::clone(&times);
+        slab.observe(Arc::new(move |step, time| observed.add(step, time)));
+        Ok(Self { own: Mutex::new(Some(Arc::new(slab))), scope, identity, row_bytes, times })
     }
 
     /// Returns whether a record with this name is on the disk. Does not read the disk.
@@ -166,6 +172,13 @@ impl PySlab {
             numbers.retain(|name, _| !name.starts_with("memory_"));
         }
         py.import("json")?.call_method1("loads", (usage.to_string(),))
+    }
+
+    /// Returns the seconds that each load of a record took since the last call (`load_seconds`), and each batch of records
+    /// from its first write until the disk had synced it (`write_seconds`), also if it failed. The latest 10,000 of both are
+    /// kept.
+    fn take_times(&self) -> HashMap<&'static str, Vec<f64>> {
+        self.times.take().into()
     }
 
     /// Waits until everything that was stored is on the disk or was dropped. Returns false if that has taken more

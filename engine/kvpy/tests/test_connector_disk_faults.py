@@ -466,14 +466,15 @@ def test_the_disk_has_counters_and_gauges(disk: Disk) -> None:
     from kvcache.vllm.stats import COUNTERS, GAUGES, HISTOGRAMS
 
     sums: dict[str, float] = {}
-    waits: list[float] = []
+    times: dict[str, list[float]] = {name: [] for name in HISTOGRAMS}
+    waits = times["tier_wait_seconds"]
     engine = disk.start()
 
     def observe() -> None:
         report = engine.worker.get_kv_connector_stats()
         for name, value in (report.data if report is not None else {}).items():
             if name in HISTOGRAMS:
-                waits.extend(value)
+                times[name].extend(value)
                 continue
             assert name in COUNTERS or name in GAUGES
             sums[name] = value + (sums.get(name, 0) if name in COUNTERS else 0)
@@ -482,7 +483,9 @@ def test_the_disk_has_counters_and_gauges(disk: Disk) -> None:
     disk.ask(engine, prompt(LENGTHS), chunk_lengths=LENGTHS)
     settle(engine)
     observe()
-    assert waits == [], "nothing was on the disk"
+    loads, writes = times["tier_load_seconds"], times["tier_write_seconds"]
+    assert waits == loads == [], "nothing was on the disk"
+    assert 1 <= len(writes) <= 3 and all(0 < seconds < 20 for seconds in writes), "three records in up to three batches"
     engine.side.chunks.cache.clear_cache()
     engine.kv_cache_manager.reset()
     engine.disk.blocks[False] = Throttled(engine.disk.blocks[False], 0.1)
@@ -490,6 +493,7 @@ def test_the_disk_has_counters_and_gauges(disk: Disk) -> None:
     settle(engine)
     observe()
     assert len(waits) == 1 and 0.3 <= waits[0] < 2
+    assert len(loads) == 3 and all(0 < seconds <= 20 for seconds in loads)
     assert engine.worker.get_kv_connector_stats() is None, "nothing has changed"
     counts = engine.disk.usage()
     assert sums == {f"tier_{name}": value for name, value in counts.items()}

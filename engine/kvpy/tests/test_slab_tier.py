@@ -423,11 +423,16 @@ def test_metrics_are_defined_and_add_up(disk: Disk) -> None:
     host = disk.start()
     defined = host.tier.build_metric_definitions({})
     sums: dict[str, float] = {}
+    times: dict[str, list[float]] = {}
 
     def observe() -> None:
         stats = host.tier.get_stats()
         for name, values in (stats.data["data"] if stats else {}).items():
             assert name in defined and set(values) == {()}
+            if stats.data["types"][name] == "histogram":
+                assert defined[name].buckets is not None
+                times.setdefault(name, []).extend(values[()])
+                continue
             before = sums.get(name, 0) if stats.data["types"][name] == "counter" else 0
             sums[name] = before + values[()]
 
@@ -442,7 +447,10 @@ def test_metrics_are_defined_and_add_up(disk: Disk) -> None:
     assert (usage["records"], usage["hits"], usage["misses"], usage["loads_failed"]) == (10, 10, 2, 2)
     prefix = "vllm:kvcache_tier_"
     assert sums == {prefix + name: value for name, value in usage.items() if value} and usage["bytes"] > 10 * ROW
-    assert {prefix + name for name in usage} == set(defined)
+    assert {prefix + name for name in usage} | set(times) == set(defined)
+    loads, writes = times[prefix + "load_seconds"], times[prefix + "write_seconds"]
+    # Blocks that are not here are not read.
+    assert len(loads) == 10 and 1 <= len(writes) <= 10 and all(0 < seconds < 60 for seconds in (*loads, *writes))
 
 
 def test_ending_frees_vllms_memory_and_writes_what_waits(disk: Disk) -> None:

@@ -32,7 +32,7 @@ pub(crate) use watched::Watched;
 pub use way::{IoChoice, IoWay};
 pub(crate) use window::{Window, WriteGroup};
 
-/// The number of requests that a file has under way at once. Others wait for their turn.
+/// The number of requests that a file has under way at once, apart from a few of a single page. Others wait for their turn.
 pub const DEPTH: usize = 16;
 
 /// The direction of a request.

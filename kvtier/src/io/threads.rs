@@ -31,8 +31,27 @@ struct Queue {
 #[derive(Default)]
 struct Waiting {
     requests: VecDeque<(usize, IoRequest, OnEnd)>,
+    /// The number of requests that are being served, without those that [go first](IoRequest::goes_first).
+    served: usize,
     closed: bool,
 }
+
+impl Waiting {
+    /// Takes the next request, unless as many are being served as may be.
+    fn next(&mut self) -> Option<(usize, IoRequest, OnEnd)> {
+        let (_, request, _) = self.requests.front()?;
+        if !request.goes_first() {
+            if self.served == DEPTH {
+                return None;
+            }
+            self.served += 1;
+        }
+        self.requests.pop_front()
+    }
+}
+
+/// The number of threads beyond [`DEPTH`], for requests that go first.
+const FIRST: usize = 4;
 
 impl std::fmt::Debug for Waiting {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -48,7 +67,7 @@ impl ThreadIo {
     pub(super) fn new(file: Arc<File>) -> io::Result<Self> {
         let queue = Queue { file, waiting: Mutex::default(), changed: Condvar::new() };
         let mut this = Self { queue: Arc::new(queue), threads: Vec::new() };
-        for _ in 0..DEPTH {
+        for _ in 0..DEPTH + FIRST {
             let queue = Arc::clone(&this.queue);
             let thread = std::thread::Builder::new().name("kvtier-io".to_owned());
             this.threads.push(thread.spawn(move || queue.serve())?);
@@ -83,18 +102,26 @@ impl Queue {
         loop {
             let mut waiting = self.waiting.lock();
             let (index, request, on_end) = loop {
-                match waiting.requests.pop_front() {
+                match waiting.next() {
                     Some(next) => break next,
-                    None if waiting.closed => return,
+                    None if waiting.closed && waiting.requests.is_empty() => {
+                        // The next thread ends, too.
+                        self.changed.notify_one();
+                        return;
+                    }
                     None => self.changed.wait(&mut waiting),
                 }
             };
             drop(waiting);
+            let goes_first = request.goes_first();
             let IoRequest { direction, offset, mut pages } = request;
             let result = match direction {
                 Direction::Read => place::read(&self.file, pages.bytes_mut(), offset),
                 Direction::Write => place::write(&self.file, pages.bytes(), offset),
             };
+            self.waiting.lock().served -= usize::from(!goes_first);
+            // Another thread goes on while this one tells of the end.
+            self.changed.notify_one();
             on_end(IoEnd { index, pages, result });
         }
     }
@@ -110,5 +137,25 @@ impl Drop for ThreadIo {
             // A panicked thread has nothing left to wait for.
             let _ = thread.join();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::io::Pages;
+
+    #[test]
+    fn single_pages_do_not_wait_for_others_to_end() {
+        let mut waiting = Waiting::default();
+        for pages in std::iter::repeat_n(2, DEPTH + 1).chain([1]) {
+            let request = IoRequest { direction: Direction::Write, offset: 0, pages: Pages::new(pages) };
+            waiting.requests.push_back((0, request, Arc::new(drop)));
+        }
+        assert_eq!(std::iter::from_fn(|| waiting.next()).count(), DEPTH);
+        waiting.requests.rotate_right(1);
+        assert_eq!(std::iter::from_fn(|| waiting.next()).count(), 1);
+        waiting.served -= 1;
+        assert_eq!((std::iter::from_fn(|| waiting.next()).count(), waiting.requests.len()), (1, 0));
     }
 }

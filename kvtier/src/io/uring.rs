@@ -1,7 +1,7 @@
 //! Requests that reach the kernel through `io_uring`.
 //!
 //! ```text
-//!   start ──► waiting ──► under way, at most DEPTH ──► kernel
+//!   start ──► waiting ──► under way, DEPTH and a few single pages ──► kernel
 //!                 ▲  the rest of a short one ◄── one thread that waits for ends ──► on_end
 //!                 └──────────────────────────────┘
 //! ```
@@ -24,8 +24,11 @@ use parking_lot::Mutex;
 use super::pages::PagePool;
 use super::{DEPTH, Direction, IoEnd, IoRequest, OnEnd, Pages, Transport};
 
+/// The number of requests under way, including those that [go first](IoRequest::goes_first).
+const PLACES: usize = 2 * DEPTH;
+
 /// The number of entries of the ring: requests under way, and one entry that wakes the thread.
-const ENTRIES: u32 = 2 * DEPTH as u32;
+const ENTRIES: u32 = 2 * PLACES as u32;
 
 /// The mark of an entry that only wakes the thread.
 const WAKE: u64 = u64::MAX;
@@ -67,8 +70,22 @@ struct Shared {
 struct Requests {
     waiting: VecDeque<Request>,
     /// The requests that the kernel works on. The index marks their entries.
-    under_way: [Option<Request>; DEPTH],
+    under_way: [Option<Request>; PLACES],
     closed: bool,
+}
+
+impl Requests {
+    /// Gives the next request that waits a place, unless as many are under way as may be. Returns its mark.
+    fn start_next(&mut self) -> Option<(usize, &mut Request)> {
+        let large = self.under_way.iter().flatten().filter(|request| !request.goes_first).count();
+        let (mark, place) = self.under_way.iter_mut().enumerate().find(|(_, place)| place.is_none())?;
+        let request = self.waiting.pop_front()?;
+        if !request.goes_first && large == DEPTH {
+            self.waiting.push_front(request);
+            return None;
+        }
+        Some((mark, place.insert(request)))
+    }
 }
 
 struct Request {
@@ -109,7 +126,7 @@ impl UringIo {
         ring.submit_and_wait(1)?;
         ring.completion().for_each(drop);
         let requests =
-            Requests { waiting: VecDeque::new(), under_way: [const { None }; DEPTH], closed: false };
+            Requests { waiting: VecDeque::new(), under_way: [const { None }; PLACES], closed: false };
         let (registered, submitting) = (registered.cloned(), Mutex::new(()));
         let requests = Mutex::new(requests);
         let shared = Arc::new(Shared { ring, file, registered, submitting, requests });
@@ -168,11 +185,8 @@ impl Shared {
         let submitting = self.submitting.lock();
         let mut entries = Vec::new();
         let mut requests = self.requests.lock();
-        let Requests { waiting, under_way, .. } = &mut *requests;
-        let free = under_way.iter_mut().enumerate().filter(|(_, place)| place.is_none());
-        for (mark, place) in free {
-            let Some(request) = waiting.pop_front() else { break };
-            let entry = place.insert(request).entry(Fd(self.file.as_raw_fd()), self.registered.as_ref());
+        while let Some((mark, request)) = requests.start_next() {
+            let entry = request.entry(Fd(self.file.as_raw_fd()), self.registered.as_ref());
             entries.push(entry.user_data(mark as u64));
         }
         drop(requests);
@@ -303,5 +317,37 @@ impl Drop for UringIo {
 impl std::fmt::Debug for Shared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Shared").field("file", &self.file).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+
+    fn request(pages: usize) -> Request {
+        let request = IoRequest { direction: Direction::Write, offset: 0, pages: Pages::new(pages) };
+        let goes_first = request.goes_first();
+        let IoRequest { direction, offset, pages } = request;
+        Request { index: 0, direction, offset, pages, done: 0, goes_first, on_end: Arc::new(drop) }
+    }
+
+    #[test]
+    fn single_pages_do_not_wait_for_the_places_of_others() {
+        let mut requests =
+            Requests { waiting: VecDeque::new(), under_way: [const { None }; PLACES], closed: false };
+        let start_all =
+            |requests: &mut Requests| std::iter::from_fn(|| requests.start_next().map(drop)).count();
+        requests.waiting.extend((0..DEPTH + 3).map(|_| request(2)));
+        assert_eq!((start_all(&mut requests), requests.waiting.len()), (DEPTH, 3));
+        (0..PLACES).for_each(|_| requests.waiting.push_front(request(1)));
+        assert_eq!((start_all(&mut requests), requests.waiting.len()), (PLACES - DEPTH, DEPTH + 3));
+        // A place of a single page is not one for another request.
+        requests.waiting.retain(|request| !request.goes_first);
+        let single = requests.under_way.iter_mut().find(|place| place.as_ref().unwrap().goes_first);
+        *single.unwrap() = None;
+        assert_eq!(start_all(&mut requests), 0);
+        requests.under_way[0] = None;
+        assert_eq!((start_all(&mut requests), requests.waiting.len()), (1, 2));
     }
 }

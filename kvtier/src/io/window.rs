@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use super::{Direction, DiskIo, IoEnd, IoRequest, OnEnd, Pages, Piece};
 
 /// Starts writes while earlier ones are under way, so that memory is filled while the disk works. A caller waits for room
-/// before it starts a write, so that about [`Window::MOST`] writes are under way.
+/// before it starts a write, so that only a few writes are under way.
 pub(crate) struct Window<'a> {
     io: &'a dyn DiskIo,
     writes: Arc<Writes>,
@@ -25,6 +25,8 @@ struct Writes {
 #[derive(Default)]
 struct WritesState {
     under_way: usize,
+    /// The owner waits until fewer writes are under way.
+    wanted: usize,
     failed: Option<io::Error>,
     /// The memory of writes that have ended, where it belongs to the caller.
     pieces: Vec<Piece>,
@@ -44,9 +46,13 @@ impl WriteGroup {
 }
 
 impl<'a> Window<'a> {
-    /// The number of writes at which there is no room for another one. Two windows together keep a file busy, and leave
-    /// some of its memory to reads.
-    const MOST: usize = 12;
+    /// The number of writes with memory of the file at which there is no room for another one. The windows of all threads
+    /// that write leave some of this memory to reads.
+    const MOST: usize = 6;
+
+    /// The same number for memory of the caller's. A disk may end all requests of a file at once, and others should wait to be
+    /// the next ones.
+    const MOST_OF_CALLER: usize = 12;
 
     /// Creates a window without writes.
     pub(crate) fn new(io: &'a dyn DiskIo) -> Self {
@@ -65,9 +71,13 @@ impl<'a> Window<'a> {
             state.pieces.extend(piece);
             state.under_way -= 1;
             state.failed = state.failed.take().or(result.err());
-            left.fetch_sub(1, Ordering::Release);
+            let is_last = left.fetch_sub(1, Ordering::Release) == 1;
+            // Each time the owner is woken takes the processor as long as a small request.
+            let wakes = is_last || state.under_way < state.wanted;
             drop(state);
-            shared.ended.notify_all();
+            if wakes {
+                shared.ended.notify_all();
+            }
         });
         WriteGroup { under_way, on_end }
     }
@@ -78,9 +88,14 @@ impl<'a> Window<'a> {
         self.io.pages(count)
     }
 
-    /// Waits until another write may start.
-    pub(crate) fn wait_for_room(&self) {
-        drop(self.wait(|state| state.under_way < Self::MOST));
+    /// Waits until another write may start with memory of the file.
+    fn wait_for_room(&self) {
+        drop(self.wait_for_fewer(Self::MOST, Self::MOST));
+    }
+
+    /// Waits until another write may start with memory of the caller's.
+    pub(crate) fn wait_for_turn(&self) {
+        drop(self.wait_for_fewer(Self::MOST_OF_CALLER, Self::MOST_OF_CALLER - Self::MOST_OF_CALLER / 4));
     }
 
     /// Starts a write that belongs to a group.
@@ -98,11 +113,24 @@ impl<'a> Window<'a> {
 
     /// Waits for all writes. Returns the error of the first one that failed, and the pieces that were written.
     pub(crate) fn finish(self) -> (io::Result<()>, Vec<Piece>) {
-        let mut state = self.wait(|state| state.under_way == 0);
+        let mut state = self.wait_for_fewer(1, 1);
         (state.failed.take().map_or(Ok(()), Err), std::mem::take(&mut state.pieces))
     }
 
-    /// Waits until a condition holds, which only the end of a write changes.
+    /// If `most` writes or more are under way, waits until there are fewer than `below`.
+    fn wait_for_fewer(&self, most: usize, below: usize) -> parking_lot::MutexGuard<'_, WritesState> {
+        let mut state = self.writes.state.lock();
+        if state.under_way >= most {
+            state.wanted = below;
+            while state.under_way >= below {
+                self.writes.ended.wait(&mut state);
+            }
+            state.wanted = 0;
+        }
+        state
+    }
+
+    /// Waits until a condition holds, which only the end of a group's writes changes.
     fn wait(&self, holds: impl Fn(&WritesState) -> bool) -> parking_lot::MutexGuard<'_, WritesState> {
         let mut state = self.writes.state.lock();
         while !holds(&state) {

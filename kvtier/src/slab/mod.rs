@@ -1,7 +1,7 @@
 //! A file of fixed size in which records survive the process.
 //!
 //! ```text
-//!   store ──► queue ──► two threads: cells ─ payloads ─ headers ─ sync ──► found
+//!   store ──► queue ──► four threads: cells ─ payloads ─ headers ─ sync ──► found
 //!   load  ──► cells ─ read, many requests at once ─ compare key, tokens, digest ──► buffers
 //!     └─ the ones stored or used last ─ host memory ─ compare key, tokens ───────────► buffers
 //! ```
@@ -170,8 +170,13 @@ struct Shared {
     given_up: AtomicUsize,
 }
 
+// Decision: docs/decisions/tiers.md#four-threads-write
 /// The number of threads that write.
-const WRITERS: usize = 2;
+const WRITERS: usize = 4;
+
+// Decision: docs/decisions/tiers.md#whoever-stores-lets-the-disks-threads-run
+/// The number of bytes of a record whose caller lets other threads run.
+const YIELDS: usize = 256 << 10;
 
 // Decision: docs/decisions/tiers.md#a-thread-provides-the-memory-of-the-first-loads
 /// The largest number of bytes that are provided for the first loads.
@@ -312,6 +317,9 @@ impl Slab {
         queue.push(record, identity);
         drop(queue);
         shared.queue_changed.notify_all();
+        if bytes >= YIELDS {
+            std::thread::yield_now();
+        }
         (Stored::Queued, None)
     }
 

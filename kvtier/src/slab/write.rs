@@ -271,7 +271,7 @@ impl Shared {
                 && let Some((offset, count)) = spans.next()
             {
                 let (piece, others) = rest.split(count);
-                window.wait_for_room();
+                window.wait_for_turn();
                 window.write(&writes, offset, Pages::of(piece));
                 rest = others;
             }

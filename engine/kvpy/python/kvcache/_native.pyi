@@ -850,6 +850,11 @@ class Slab:
         """Counts loads that are skipped, because computing takes less time."""
 
     def usage(self) -> dict[str, int]: ...
+    def take_times(self) -> dict[str, list[float]]:
+        """Returns the seconds that each load of a record and each batch of writes took since the last call, as
+        ``load_seconds`` and ``write_seconds``. The latest 10,000 of both are kept.
+        """
+
     def flush(self, *, deadline: float) -> bool:
         """Waits until everything that was stored is on the disk or was dropped. Returns False if that takes longer."""
 

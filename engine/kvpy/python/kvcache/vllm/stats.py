@@ -30,9 +30,7 @@ GAUGES = {
     "prefix_memory_usage_perc": "The share of the memory for prefixes that is used, from 0 to 1.",
     **{f"tier_{name}": text for name, text in disk.GAUGES.items()},
 }
-HISTOGRAMS = {"tier_wait_seconds": disk.WAITS}
-BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""The bounds of the histograms' buckets in seconds."""
+HISTOGRAMS = {f"tier_{name}": text for name, text in disk.TIMES.items()}
 
 
 @dataclass
@@ -57,7 +55,7 @@ class ChunkStats(KVConnectorStats):
         reduced = {name: round(value, 3) for name, value in self.data.items() if name not in HISTOGRAMS}
         for name in HISTOGRAMS:
             if times := self.data.get(name):
-                reduced |= {f"{name}_mean": round(sum(times) / len(times), 3), f"{name}_max": round(max(times), 3)}
+                reduced |= {f"{name}_mean": round(sum(times) / len(times), 4), f"{name}_max": round(max(times), 4)}
         return reduced
 
 
@@ -79,7 +77,7 @@ class ChunkMetrics(KVConnectorPromMetrics):
 
         self.counters = {name: each(self._counter_cls, name, text) for name, text in COUNTERS.items()}
         self.gauges = {name: each(self._gauge_cls, name, text) for name, text in GAUGES.items()}
-        self.histograms = {name: each(self._histogram_cls, name, text, buckets=BUCKETS) for name, text in HISTOGRAMS.items()}
+        self.histograms = {name: each(self._histogram_cls, name, text, buckets=disk.BUCKETS) for name, text in HISTOGRAMS.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():

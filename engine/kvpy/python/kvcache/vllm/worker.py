@@ -157,7 +157,7 @@ class ChunkWorker:
             return None
         usage = {f"tier_{name}": value for name, value in self.disk.usage().items()}
         gauges = {name: float(usage.pop(name)) for name in TIER_GAUGES}
-        return self.counting.report(usage, gauges, {"tier_wait_seconds": self.disk.take_waits()})
+        return self.counting.report(usage, gauges, {f"tier_{name}": times for name, times in self.disk.take_times().items()})
 
     # Decision: docs/decisions/vllm.md#plain-reuse-loads-asynchronously-recomputation-within-its-step
     def start_loads(self, loads: list[Any], is_idle: bool) -> None:

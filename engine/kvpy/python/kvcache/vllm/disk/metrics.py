@@ -20,7 +20,16 @@ SLAB_COUNTERS = {
     "stores_dropped": "Blocks that were not written, because there was no room.",
     "evicted": "Blocks that were evicted from the disk tier.",
 }
-WAITS = "Seconds from the start of a request's loads from the disk tier until the last one arrived or was given up."
+SLAB_TIMES = {
+    "load_seconds": "Seconds from the start of a block's load from the disk tier until it was read and checked, or was not.",
+    "write_seconds": "Seconds from the first write of a batch of blocks until the disk tier's file was synced, or the disk failed.",
+}
+TIMES = {
+    **SLAB_TIMES,
+    "wait_seconds": "Seconds from the start of a request's loads from the disk tier until the last one arrived or was given up.",
+}
+BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""The bounds of the histograms' buckets in seconds."""
 COUNTERS = {
     **SLAB_COUNTERS,
     "loads_failed": "Blocks that were asked for and not delivered.",

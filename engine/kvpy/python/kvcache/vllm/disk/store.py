@@ -174,12 +174,14 @@ class DiskStore:
         own = {"stores_dropped": self.dropped, "deadline_exceeded": not_asked, "misses": not_asked}
         return {name: value + own.get(name, 0) for name, value in usage.items()}
 
-    def take_waits(self) -> list[float]:
-        """Returns the number of seconds that each fetch took which has ended since the last call."""
+    def take_times(self) -> dict[str, list[float]]:
+        """Returns the seconds that each fetch, each load of a record and each batch of writes took which has ended since
+        the last call, by name.
+        """
         with self.changed:
-            taken = list(self.waits)
+            waits = list(self.waits)
             self.waits.clear()
-        return taken
+        return {"wait_seconds": waits, **self.slab.take_times()}
 
     def is_busy(self) -> bool:
         """Returns whether something is being copied or fetched."""

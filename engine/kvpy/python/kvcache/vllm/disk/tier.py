@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
     Medium,
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -31,7 +32,7 @@ from kvcache._native import Slab
 from ..host import caller_of
 from .identity import identity
 from .jobs import Job, Jobs
-from .metrics import COUNTERS, GAUGES
+from .metrics import BUCKETS, COUNTERS, GAUGES, SLAB_TIMES
 from .prefill import FirstSteps, PrefillRate
 from .settings import SlabSettings, check_room
 
@@ -177,7 +178,9 @@ class SlabTier(SecondaryTierManager):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         gauges = {PREFIX + name: OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()}
-        return {**gauges, **{PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()}}
+        counters = {PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()}
+        times = {PREFIX + name: OffloadingHistogramMetadata(documentation=text, buckets=BUCKETS) for name, text in SLAB_TIMES.items()}
+        return {**gauges, **counters, **times}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats, usage = OffloadingConnectorStats(), self.usage()
@@ -187,6 +190,9 @@ class SlabTier(SecondaryTierManager):
                 stats.set_gauge(PREFIX + name, value)
             elif name in COUNTERS and change:
                 stats.increase_counter(PREFIX + name, change)
+        for name, times in (self._slab.take_times() if self._slab is not None else {}).items():
+            for seconds in times:
+                stats.observe_histogram(PREFIX + name, seconds)
         self._reported = usage or self._reported
         return None if stats.is_empty() else stats
 

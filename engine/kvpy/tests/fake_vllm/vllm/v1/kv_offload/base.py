@@ -64,6 +64,11 @@ class OffloadingGaugeMetadata(OffloadingMetricMetadata):
     pass
 
 
+@dataclass(frozen=True)
+class OffloadingHistogramMetadata(OffloadingMetricMetadata):
+    buckets: tuple[float, ...] | None = None
+
+
 class GPULoadStoreSpec:
     def __init__(self, block_ids: list[int], group_sizes: Any, block_indices: Any) -> None:
         self.block_ids = np.array(block_ids, dtype=np.int32)

@@ -22,3 +22,9 @@ class OffloadingConnectorStats:
     def set_gauge(self, gauge_name: str, gauge_value: float, labelvalues: tuple[str, ...] = ()) -> None:
         self.data["types"][gauge_name] = "gauge"
         self.data["data"].setdefault(gauge_name, {})[labelvalues] = gauge_value
+
+    def observe_histogram(
+        self, histogram_name: str, histogram_value: float, labelvalues: tuple[str, ...] = ()
+    ) -> None:
+        self.data["types"][histogram_name] = "histogram"
+        self.data["data"].setdefault(histogram_name, {}).setdefault(labelvalues, []).append(histogram_value)
