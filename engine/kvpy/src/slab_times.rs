@@ -36,21 +36,3 @@ impl SlabTimes {
             .map(|(name, times)| (name, std::mem::take(&mut *times.lock()).into()))
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_newest_times_are_taken_once() {
-        let times = SlabTimes::default();
-        for number in 0..MOST + 2 {
-            times.add(SlabStep::Load, Duration::from_secs(number as u64));
-        }
-        times.add(SlabStep::Write, Duration::from_millis(250));
-        let [(loads, load_seconds), (writes, write_seconds)] = times.take();
-        assert_eq!((loads, writes, write_seconds), ("load_seconds", "write_seconds", vec![0.25]));
-        assert!(load_seconds.into_iter().eq((2..MOST + 2).map(|number| number as f64)));
-        assert!(times.take().iter().all(|(_, times)| times.is_empty()));
-    }
-}

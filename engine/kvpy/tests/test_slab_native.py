@@ -60,3 +60,18 @@ def test_the_native_calls_check_their_arguments(tmp_path: Path) -> None:
     assert slab.close(deadline=10) and slab.close(deadline=10)
     with pytest.raises(RuntimeError, match="closed; open the folder again"):
         slab.contains(b"a")
+
+
+def test_the_newest_times_are_taken_once(tmp_path: Path) -> None:
+    slab = Slab(tmp_path, "identity", limit=4 * MIB, row_bytes=64)
+    rows = np.zeros((1, 64), np.int8)
+    assert slab.take_times() == {"load_seconds": [], "write_seconds": []}
+    assert slab.store([b"a"], rows, [0], deadline=10) == [True]
+    for loads in (2, 10_001):
+        for _ in range(loads):
+            handle = slab.begin_load(b"a")
+            assert handle.wait(10) and handle.end(rows, 0) is None
+        times = slab.take_times()
+        assert len(times["load_seconds"]) == min(loads, 10_000) and len(times["write_seconds"]) == (loads == 2)
+        assert all(0 < seconds < 60 for kind in times.values() for seconds in kind)
+    assert slab.close(deadline=10) and slab.take_times() == {"load_seconds": [], "write_seconds": []}
