@@ -24,7 +24,7 @@ use std::sync::Arc;
 use kvcore::{Error, Result};
 
 use crate::raw::Destination;
-use crate::simd::{AvailableLevel, Simd, SimdTask};
+use crate::simd::{AvailableLevel, Simd, SimdLevel, SimdTask};
 use crate::workers::Workers;
 use crate::{CpuBackend, CpuOptions};
 
@@ -145,6 +145,8 @@ impl<'a> Matrix<'a> {
 thread_local! {
     /// This thread's buffer for decoded matrix rows.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+    /// This thread's buffer for rounded rows in f32.
+    static ROUNDED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Multiplies rows by matrices, on a backend's threads.
@@ -204,14 +206,14 @@ impl Products {
         self.compute
     }
 
-    /// Returns whether the processor and the instruction set have dot products for the compute type: `AVX512_VNNI` for
-    /// [`ComputeType::Int8`], and `AVX512_BF16` or AMX for [`ComputeType::Bf16`]. Without them, rows are rounded, but products
-    /// are no faster than in [`ComputeType::Exact`].
-    pub fn has_dot_products(&self) -> bool {
+    /// Returns whether many rows are multiplied faster than in [`ComputeType::Exact`], by `AVX512_VNNI` in
+    /// [`ComputeType::Int8`], and by `AVX512_BF16` in [`ComputeType::Bf16`]. Without the instructions, and in bf16 on a matrix unit
+    /// (AMX), rounded rows are multiplied like any others.
+    pub fn is_faster_than_exact(&self) -> bool {
         let level = self.level.level();
         match self.compute {
-            ComputeType::Exact => true,
-            ComputeType::Bf16 => sixteen::has_dot_products(level),
+            ComputeType::Exact => false,
+            ComputeType::Bf16 => level < SimdLevel::Amx && sixteen::has_dot_products(level),
             ComputeType::Int8 => eight::has_dot_products(level),
         }
     }
@@ -270,7 +272,23 @@ impl Products {
         self.workers.parts(matrix.out, matrix.out * matrix.row_bytes * rows.min(8), BYTES_PER_THREAD)
     }
 
-    /// Writes the products of rows that are not rounded. Neither side may be empty.
+    /// Rounds a copy of the rows in f32, and writes its products. Neither side may be empty.
+    fn exact_of_rounded(
+        &self,
+        (x, rows): (&[f32], usize),
+        matrix: &Matrix<'_>,
+        y: Destination<'_>,
+        round: impl FnOnce(&mut [f32]),
+    ) {
+        ROUNDED.with_borrow_mut(|rounded| {
+            rounded.clear();
+            rounded.extend_from_slice(x);
+            round(rounded);
+            self.exact((rounded, rows), matrix, y);
+        });
+    }
+
+    /// Writes the products of rows as they are. Neither side may be empty.
     fn exact(&self, (x, rows): (&[f32], usize), matrix: &Matrix<'_>, y: Destination<'_>) {
         let (out, threads) = (matrix.out, self.threads(matrix, rows));
         if unit::multiply(self.level.level(), (&self.workers, threads), (x, rows), matrix, y) {

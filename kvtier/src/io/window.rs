@@ -50,8 +50,8 @@ impl<'a> Window<'a> {
     /// that write leave some of this memory to reads.
     const MOST: usize = 6;
 
-    /// The same number for memory of the caller's. A disk may end all requests of a file at once, and others should wait to be
-    /// the next ones.
+    /// The number of writes with memory of the caller's at which there is no room for another one. A disk may end all requests
+    /// of a file at once, and others should wait to be the next ones.
     const MOST_OF_CALLER: usize = 12;
 
     /// Creates a window without writes.

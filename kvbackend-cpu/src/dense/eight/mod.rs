@@ -8,6 +8,7 @@
 //! With the instructions of `AVX512_VNNI`, integers are multiplied four at a time in each lane. Without them, and for
 //! very few rows, the rounded rows are multiplied in f32, as exactly as other rows.
 
+#[cfg(target_arch = "x86_64")]
 use std::cell::RefCell;
 
 use super::{Matrix, Products};
@@ -33,11 +34,6 @@ const ELEMENTS_PER_THREAD: usize = 32 << 10;
 thread_local! {
     /// The rounded rows. All threads of a call read the calling thread's buffer.
     static ROUNDED: RefCell<RoundedRows> = const { RefCell::new(RoundedRows::new()) };
-}
-
-thread_local! {
-    /// The rounded rows in f32.
-    static WIDENED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Returns whether a level may use eight-bit dot products, and the processor has them.
@@ -68,13 +64,8 @@ pub(super) fn multiply(
         });
         return;
     }
-    WIDENED.with_borrow_mut(|widened| {
-        widened.clear();
-        widened.extend_from_slice(x);
-        // SAFETY: the task has no safety conditions.
-        unsafe { products.level.run(RoundInPlace(widened)) };
-        products.exact((widened, rows), matrix, y);
-    });
+    // SAFETY: the task has no safety conditions.
+    products.exact_of_rounded((x, rows), matrix, y, |x| unsafe { products.level.run(RoundInPlace(x)) });
 }
 
 /// A task that replaces the elements of rows by the nearest multiples of their block's step.

@@ -25,7 +25,7 @@ pub(super) const UNIT: usize = 4 * COLUMNS;
 const DEPTH: usize = 1536;
 /// Approximate number of elements in a run of rows.
 const ELEMENTS: usize = 256 << 10;
-/// How far ahead matrix rows are prefetched, in bytes.
+/// Distance at which matrix rows are prefetched, in bytes.
 const AHEAD: usize = 1024;
 
 /// Computes a range of columns of `y`.

@@ -6,6 +6,7 @@
 //! One instruction of `AVX512_BF16` adds two products to each of 16 sums, and treats denormals as zero. Without it, and for
 //! a single row, the rounded rows are multiplied in f32, or by the matrix unit.
 
+#[cfg(target_arch = "x86_64")]
 use std::cell::RefCell;
 
 #[cfg(target_arch = "x86_64")]
@@ -26,11 +27,6 @@ use rounded::RoundedRows;
 thread_local! {
     /// The rounded rows. All threads of a call read the calling thread's buffer.
     static ROUNDED: RefCell<RoundedRows> = const { RefCell::new(RoundedRows::new()) };
-}
-
-thread_local! {
-    /// The rounded rows in f32.
-    static WIDENED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Returns whether a level may use bf16 dot products, and the processor has them.
@@ -74,13 +70,8 @@ pub(super) fn multiply(
         });
         return;
     }
-    WIDENED.with_borrow_mut(|widened| {
-        widened.clear();
-        widened.extend_from_slice(x);
-        // SAFETY: the task has no safety conditions.
-        unsafe { products.level.run(RoundInPlace(widened)) };
-        products.exact((widened, rows), matrix, y);
-    });
+    // SAFETY: the task has no safety conditions.
+    products.exact_of_rounded((x, rows), matrix, y, |x| unsafe { products.level.run(RoundInPlace(x)) });
 }
 
 /// A task that replaces numbers by the nearest bf16 numbers.

@@ -171,11 +171,16 @@ impl Dense for HostDense {
     }
 
     fn note(&self) -> Option<String> {
-        let (weights, cure, products, instructions) = match self.products.compute() {
+        let (products, weights, cure, why) = match self.products.compute() {
             ComputeType::Exact => return None,
-            ComputeType::Bf16 => ("in bf16", "use the file in bf16", "bf16", "AVX512_BF16"),
+            ComputeType::Bf16 => (
+                "bf16",
+                "in bf16",
+                "use the file in bf16",
+                "has no AVX512_BF16, or a matrix unit (AMX) that multiplies exactly",
+            ),
             ComputeType::Int8 => {
-                ("in ggml blocks", "--weights q8 stores weights in blocks", "eight-bit", "AVX512_VNNI")
+                ("eight-bit", "in ggml blocks", "--weights q8 stores weights in blocks", "has no AVX512_VNNI")
             }
         };
         if !self.rounds.load(Ordering::Relaxed) {
@@ -183,10 +188,10 @@ impl Dense for HostDense {
                 "{products} products need weights {weights}, and this model has none: products are exact; {cure}"
             ));
         }
-        (!self.products.has_dot_products()).then(|| {
+        (!self.products.is_faster_than_exact()).then(|| {
             format!(
-                "this processor has no {products} dot products ({instructions}): activations are rounded, but products are \
-                 no faster than exact ones"
+                "activations are rounded, but {products} products are no faster than exact ones for prompts on this \
+                 processor, which {why}"
             )
         })
     }

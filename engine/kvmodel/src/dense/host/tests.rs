@@ -352,10 +352,10 @@ fn a_precision_without_effect_is_noted() {
         (ComputeType::Exact, &matrix, stored, None, None),
         (ComputeType::Exact, &matrix, blocks, Some(SimdLevel::Portable), None),
         (ComputeType::Int8, &matrix, stored, None, Some("need weights in ggml blocks")),
-        (ComputeType::Int8, &matrix, blocks, Some(SimdLevel::Portable), Some("no eight-bit dot products")),
+        (ComputeType::Int8, &matrix, blocks, Some(SimdLevel::Portable), Some("has no AVX512_VNNI")),
         (ComputeType::Bf16, &matrix, stored, None, Some("need weights in bf16")),
         (ComputeType::Bf16, &brain, blocks, None, Some("need weights in bf16")),
-        (ComputeType::Bf16, &brain, stored, Some(SimdLevel::Portable), Some("no bf16 dot products")),
+        (ComputeType::Bf16, &brain, stored, Some(SimdLevel::Portable), Some("has no AVX512_BF16")),
     ] {
         let steps = steps(compute, simd);
         steps.load(weight, WeightUse::Projection(format)).unwrap();
@@ -368,7 +368,7 @@ fn a_precision_without_effect_is_noted() {
     {
         let fast = steps(compute, None);
         fast.load(weight, WeightUse::Projection(format)).unwrap();
-        assert_eq!(fast.note().is_none(), fast.products.has_dot_products(), "{compute}");
+        assert_eq!(fast.note().is_none(), fast.products.is_faster_than_exact(), "{compute}");
     }
     // A table alone does not multiply.
     let (tied, alone) = (steps(ComputeType::Bf16, None), steps(ComputeType::Bf16, None));
@@ -376,5 +376,5 @@ fn a_precision_without_effect_is_noted() {
     alone.load(&brain, WeightUse::Table).unwrap();
     tied.tied_head(table.as_ref(), stored).unwrap();
     assert!(alone.note().is_some_and(|note| note.contains("need weights in bf16")));
-    assert_eq!(tied.note().is_none(), tied.products.has_dot_products());
+    assert_eq!(tied.note().is_none(), tied.products.is_faster_than_exact());
 }
