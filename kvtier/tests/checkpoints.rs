@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use common::disk::TestDisk;
 use common::{load, record, scope};
 use kvtier::io::PAGE;
-use kvtier::{AccountId, Record, Slab, Stored};
+use kvtier::{AccountId, Record, RecordNote, Slab, Stored};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
@@ -195,4 +195,45 @@ fn a_child_is_stored_at_any_moment_after_its_parent() {
     assert!(slab.flush(PATIENCE));
     assert_eq!(slab.usage().stores_dropped, 0, "{:?}", slab.usage());
     slab.check_invariants().unwrap();
+}
+
+/// Room for a child is made by others, even where its parent would be the next one to leave.
+#[test]
+fn a_parent_stays_while_room_for_its_child_is_made() {
+    let account = AccountId::DEFAULT;
+    let own = |number, parent: Option<&Record>| {
+        let mut record = record(number, 100);
+        record.note =
+            RecordNote { account, parent: parent.map(|parent| parent.id.key), ..RecordNote::default() };
+        record
+    };
+    let mut others_left = false;
+    for (limit, others) in (100..130).map(|others| (None, others)).chain([(Some(3 * (8 << 10)), 3)]) {
+        let slab = TestDisk::in_memory(Vec::new()).open().unwrap();
+        slab.limit_account(account, limit);
+        let store = |record: &Record| {
+            assert_eq!(slab.store(record.clone()), Stored::Queued);
+            assert!(slab.flush(PATIENCE));
+        };
+        let grandparent = own(0, None);
+        let parent = own(1, Some(&grandparent));
+        [&grandparent, &parent].into_iter().for_each(store);
+        (2..others).for_each(|number| store(&own(number, None)));
+        if !slab.contains(&parent.id.key) {
+            continue;
+        }
+        let (child, before) = (own(1000, Some(&parent)), slab.usage().evicted);
+        store(&child);
+        others_left |= slab.usage().evicted > before;
+        let usage = slab.usage();
+        for record in [&grandparent, &parent, &child] {
+            assert!(
+                slab.contains(&record.id.key),
+                "{limit:?}, {others}: {:?}, {usage:?}",
+                record.id.stored_start
+            );
+        }
+        slab.check_invariants().unwrap();
+    }
+    assert!(others_left, "no room was needed");
 }

@@ -92,6 +92,11 @@ impl CellSet {
     }
 }
 
+/// Returns the number of cells in runs.
+pub(super) fn count(runs: &[CellRun]) -> u32 {
+    runs.iter().map(|run| run.count).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;

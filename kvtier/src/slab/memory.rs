@@ -62,14 +62,14 @@ impl MemoryTier {
         if !self.has_room_for(bytes) {
             return record.buffers;
         }
-        let mut held = self.held.lock();
-        let mut left = held.remove(&record.id.key).map_or_else(Vec::new, |before| before.buffers);
-        while held.bytes + bytes > self.limit
-            && let Some(leaves) = held.next_to_leave()
+        let (mut held, key) = (self.held.lock(), record.id.key);
+        let mut left = held.remove(&key).map_or_else(Vec::new, |before| before.buffers);
+        held.add(record);
+        while held.bytes > self.limit
+            && let Some(leaves) = held.next_to_leave(&key)
         {
             left.extend(held.remove(&leaves).map_or_else(Vec::new, |gone| gone.buffers));
         }
-        held.add(record);
         left
     }
 
@@ -133,14 +133,19 @@ impl Held {
     }
 
     /// Returns the key of the record that leaves next: of those that need the least recently used one, one that nobody needs.
-    fn next_to_leave(&self) -> Option<BlockKey> {
+    /// The newest one leaves if it needs all others.
+    fn next_to_leave(&self, newest: &BlockKey) -> Option<BlockKey> {
         let mut key = *self.order.first_key_value()?.1;
         // Records that need each other end nowhere.
         for _ in 0..self.records.len() {
             let Some(child) = self.children.get(&key).and_then(BTreeSet::first) else { break };
             key = *child;
         }
-        Some(key)
+        if key != *newest {
+            return Some(key);
+        }
+        let is_end = |key: &&BlockKey| *key != newest && !self.children.contains_key(*key);
+        self.order.values().find(is_end).or(Some(newest)).copied()
     }
 }
 
@@ -210,6 +215,24 @@ mod tests {
         assert!(chain.take(&id(1, 0)).is_some());
         assert!(chain.keep(link(4, 0)).is_empty());
         assert_eq!(chain.keep(link(5, 0)), [[3; 20].to_vec()]);
+    }
+
+    #[test]
+    fn a_parent_stays_where_its_child_comes() {
+        let memory = MemoryTier::new(60);
+        let key = |number: u8| id(number, 0).key;
+        let link = |number: u8, parent: u8| Kept {
+            parent: (parent > 0).then(|| key(parent)),
+            ..kept(id(number, 0), 20, number)
+        };
+        for (number, parent) in [(9, 0), (2, 0), (3, 0)] {
+            memory.keep(link(number, parent));
+        }
+        // The parent is the one that was used least recently.
+        assert_eq!(memory.keep(link(4, 9)), [[2; 20].to_vec()]);
+        assert_eq!(memory.keep(link(1, 4)), [[3; 20].to_vec()]);
+        assert_eq!(memory.keep(link(5, 1)), [[5; 20].to_vec()], "it needs everything else");
+        assert!([9, 4, 1].map(key).iter().all(|key| memory.contains(key)));
     }
 
     #[test]

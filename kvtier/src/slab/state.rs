@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use kvcore::{BlockKey, PolicyKind};
 
 use super::accounts::{Accounts, Group};
-use super::cells::CellSet;
+use super::cells::{CellSet, count};
 use super::flight::{InFlight, Taken};
 use super::geometry::Geometry;
 use super::order::Order;
@@ -360,42 +360,48 @@ impl SlabState {
         Ok(())
     }
 
-    /// Takes open cells for a record that is written next. If its tenant has a limit, the tenant's own records make room.
+    /// Takes open cells for a record that is written next. If its tenant has a limit, the tenant's own records make room,
+    /// but not the record's parent.
     pub(super) fn take(&mut self, note: &RecordNote, payload: usize) -> Result<Taken, NoCells> {
         let (group, needed) = (Group::Own(note.account), self.geometry.cells_for(payload));
-        self.fit(group, needed)?;
+        // The parent stays from here on, unless nothing is taken.
+        self.order.expect(note.parent);
         // The header lists a few buffers, too.
-        let runs = self.open.take(needed, Header::MOST_LISTED / 2).ok_or(NoCells::Closed)?;
+        let most = Header::MOST_LISTED / 2;
+        let taken =
+            self.fit(group, needed).and_then(|()| self.open.take(needed, most).ok_or(NoCells::Closed));
+        let runs = taken.inspect_err(|_| self.order.expect_no_longer(note.parent))?;
         self.charge(group, &runs);
         self.sequence += 1;
         self.flight.begin(self.sequence, &runs);
-        self.order.expect(note.parent);
         Ok(Taken { sequence: self.sequence, runs, parent: note.parent })
     }
 
-    /// Takes the record that leaves next out of the order.
-    fn next_to_leave(&mut self) -> Option<BlockKey> {
+    /// Takes the record that leaves next out of the order, on behalf of a record that has a parent or not.
+    fn next_to_leave(&mut self, has_parent: bool) -> Option<BlockKey> {
         let cells = self.geometry.cells;
         let first = self.accounts.most_pressed(cells).and_then(|group| self.order.evict(group));
         let next = first.or_else(|| {
             let mut groups = self.accounts.by_pressure(cells).into_iter();
             groups.find_map(|group| self.order.evict(group))
         });
-        // While something is being written, what waits may wait for it.
-        let may_be_circle = next.is_none() && self.flight.first().is_none();
-        if may_be_circle { self.order.evict_circle() } else { next }
+        // While something is being written or is about to be, what waits may wait for it.
+        let may_be_circle = self.flight.first().is_none() && !has_parent;
+        next.or_else(|| if may_be_circle { self.order.evict_circle() } else { None })
     }
 
-    /// Evicts records until the next checkpoint can open enough cells for a payload. Returns false if that is
-    /// not possible, or only after the batches under way.
-    pub(super) fn make_room(&mut self, payload: usize) -> bool {
+    /// Evicts records, but no parent of the one that is coming, until the next checkpoint can open enough cells for it.
+    /// Returns false if that is not possible, or only after the batches under way.
+    pub(super) fn make_room(&mut self, note: &RecordNote, payload: usize) -> bool {
         let needed = self.geometry.cells_for(payload);
         let wanted = needed.max((self.geometry.cells / OPENED).min(MOST_OPENED));
         let free = |state: &Self| state.open.len() + state.closed.len();
+        self.order.expect(note.parent);
         while free(self) + self.flight.freed_cells() < wanted {
-            let Some(key) = self.next_to_leave() else { break };
+            let Some(key) = self.next_to_leave(note.parent.is_some()) else { break };
             self.evict(&key);
         }
+        self.order.expect_no_longer(note.parent);
         free(self) >= needed
     }
 
@@ -497,11 +503,6 @@ impl SlabState {
     }
 }
 
-/// Returns the number of cells in runs.
-fn count(runs: &[CellRun]) -> u32 {
-    runs.iter().map(|run| run.count).sum()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -528,7 +529,7 @@ mod tests {
     /// Evicts everything in the order in which a slab does.
     fn leaving(mut state: SlabState) -> Vec<BlockKey> {
         let mut left = Vec::new();
-        while let Some(key) = state.next_to_leave() {
+        while let Some(key) = state.next_to_leave(false) {
             state.evict(&key);
             left.push(key);
         }

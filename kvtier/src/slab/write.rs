@@ -148,7 +148,7 @@ impl Shared {
         if !matches!(taken, Err(NoCells::Closed)) {
             return taken;
         }
-        if !self.state.lock().make_room(payload) {
+        if !self.state.lock().make_room(note, payload) {
             return Err(NoCells::Closed);
         }
         self.checkpoint(payload).map_err(|_| NoCells::Refused)?;
