@@ -131,12 +131,38 @@ fn has_header(disk: &TestDisk, one: &Record) -> bool {
     })
 }
 
+/// The number of bytes in the request with the payload of a record whose buffers have 20 pages: the label and the tokens
+/// have a page behind them.
+const PAYLOAD: usize = 21 * PAGE;
+
+#[test]
+fn a_payload_is_one_request_with_the_page_behind_the_buffers() {
+    let disk = TestDisk::in_memory(Vec::new());
+    let slab = disk.open().unwrap();
+    let mut one = record(1, 20 * PAGE);
+    // The first tokens fit into a page with the label, the others do not. The pages with the tokens are a request then.
+    for (tokens, expected) in [(1000, vec![PAYLOAD, PAGE]), (1050, vec![20 * PAGE, 2 * PAGE, PAGE])] {
+        one.id.tokens = (0..tokens).collect();
+        disk.state().events.clear();
+        assert_eq!(slab.store(in_slab_memory(&slab, &one)), Stored::Queued);
+        assert!(slab.flush(PATIENCE));
+        let written = |event: &Event| match event {
+            Event::Write { bytes, .. } => Some(bytes.len()),
+            _ => None,
+        };
+        let lens: Vec<usize> = disk.state().events.iter().filter_map(written).collect();
+        // A checkpoint can come first.
+        assert!(lens.ends_with(&expected) && lens.len() <= expected.len() + 1, "{tokens} tokens: {lens:?}");
+        assert_eq!(load(&slab, &one.id).unwrap(), one.buffers);
+    }
+}
+
 #[test]
 fn a_header_waits_for_the_payload_of_its_own_record() {
     let disk = TestDisk::in_memory(Vec::new());
     let slab = disk.open().unwrap();
     let (held, other) = (record(1, 20 * PAGE), record(2, 30 * PAGE));
-    disk.state().holding = Some(20 * PAGE);
+    disk.state().holding = Some(PAYLOAD);
     for one in [&held, &other] {
         assert_eq!(slab.store(in_slab_memory(&slab, one)), Stored::Queued);
     }
@@ -156,7 +182,7 @@ fn a_payload_that_fails_gets_no_header() {
     let disk = TestDisk::in_memory(Vec::new());
     let slab = disk.open().unwrap();
     let (failing, other) = (record(1, 20 * PAGE), record(2, 30 * PAGE));
-    disk.state().failing_length = Some(20 * PAGE);
+    disk.state().failing_length = Some(PAYLOAD);
     for one in [&failing, &other] {
         assert_eq!(slab.store(in_slab_memory(&slab, one)), Stored::Queued);
     }

@@ -136,7 +136,8 @@ impl Slab {
 /// Reads a record, and returns its label if it is undamaged.
 fn label(io: &dyn DiskIo, geometry: Geometry, listed: &Listed) -> Option<String> {
     let header = (geometry.cell_offset(listed.runs.first()?.start), 1);
-    let spans = std::iter::once(header).chain(spans(geometry, &listed.runs, [listed.payload.div_ceil(PAGE)]));
+    let spans =
+        std::iter::once(header).chain(spans(geometry, &listed.runs, [listed.payload.div_ceil(PAGE)], 0));
     let request =
         |(offset, count)| IoRequest { direction: Direction::Read, offset, pages: Pages::new(count) };
     let pages = run(io, spans.map(request).collect(), None).ok()?;

@@ -11,7 +11,7 @@ use kvcore::BlockKey;
 use parking_lot::{Condvar, Mutex};
 
 use super::memory::Kept;
-use super::spares::Spares;
+use super::spares::{Spares, TAIL};
 use super::write::spans;
 use super::{Shared, Slab, SlabStep};
 use crate::buffer::RecordBuffer;
@@ -307,7 +307,7 @@ impl PlacedLoad {
         let body = bytes.map_or(0, |bytes| bytes / PAGE);
         let body = if body >= Spares::FEWEST_PAGES { body } else { 0 };
         let parts = [body, place.payload.div_ceil(PAGE) - body];
-        let spans: Vec<_> = std::iter::once(header).chain(spans(geometry, &place.runs, parts)).collect();
+        let spans: Vec<_> = std::iter::once(header).chain(spans(geometry, &place.runs, parts, 0)).collect();
         state.requests.store(spans.len(), Ordering::Relaxed);
         Self { state: Arc::clone(state), place, spans, body }
     }
@@ -323,7 +323,7 @@ impl PlacedLoad {
             return self.end(Err(Missed::Late));
         }
         let io = Arc::clone(&self.state.shared.io);
-        let mut unused = self.state.shared.spares.piece(self.body);
+        let mut unused = self.state.shared.spares.piece(self.body, TAIL);
         let mut left = self.body;
         let mut requests = Vec::with_capacity(self.spans.len());
         for (index, &(offset, count)) in self.spans.iter().enumerate() {

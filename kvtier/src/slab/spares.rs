@@ -9,6 +9,9 @@ use crate::io::{LARGE, PAGE, Piece};
 /// The number of bytes of the smallest pieces. Smaller buffers are left to the allocator.
 const SMALLEST: usize = 64 << 10;
 
+/// The number of pages behind the buffers of a record, for what the record writes behind them.
+pub(super) const TAIL: usize = 1;
+
 /// Memory that nobody uses, up to a number of bytes.
 pub(super) struct Spares {
     kept: Mutex<Kept>,
@@ -76,27 +79,28 @@ impl Spares {
     }
 
     /// Returns buffers of these lengths with undefined contents. If they fill whole pages, and unless they are small, they
-    /// lie one behind the other in memory that a disk can use.
+    /// lie one behind the other in memory that a disk can use, with [a page](TAIL) behind the last one.
     pub(super) fn buffers(&self, lens: &[usize]) -> Vec<RecordBuffer> {
         let pages = lens.iter().try_fold(0_usize, |sum, len| sum.checked_add(len / PAGE));
         if let Some(pages) = pages.filter(|_| lens.iter().all(|len| len.is_multiple_of(PAGE)))
-            && let Some(piece) = self.piece(pages)
+            && let Some(piece) = self.piece(pages, TAIL)
             && let Ok(buffers) = RecordBuffer::divide(piece, lens)
         {
             return buffers;
         }
-        let one = |&len: &usize| match self.piece(len.div_ceil(PAGE)) {
+        let one = |&len: &usize| match self.piece(len.div_ceil(PAGE), 0) {
             Some(piece) => RecordBuffer::divide(piece, &[len]).ok().and_then(|mut one| one.pop()),
             None => None,
         };
         lens.iter().map(|len| one(len).unwrap_or_else(|| vec![0; *len].into())).collect()
     }
 
-    /// Returns a piece of at least `pages` pages with undefined contents, or `None` if it would be small.
-    pub(super) fn piece(&self, pages: usize) -> Option<Piece> {
+    /// Returns a piece of at least `pages` pages and `tail` more with undefined contents, or `None` if it would be small.
+    pub(super) fn piece(&self, pages: usize, tail: usize) -> Option<Piece> {
         if pages < Self::FEWEST_PAGES {
             return None;
         }
+        let pages = pages + tail;
         let spare = self.kept.lock().take(pages);
         // As many pieces as a large page has room for.
         let piece = spare.unwrap_or_else(|| Piece::allocate((LARGE / PAGE / pages).max(1) * pages));
@@ -149,9 +153,9 @@ mod tests {
         let address = large.address();
         spares.give([large, small]);
         assert_eq!(spares.pieces(), [(address, 4 * PAGES)], "the other one is too small");
-        let again = spares.piece(3 * PAGES + 1).unwrap();
+        let again = spares.piece(3 * PAGES + 1, 0).unwrap();
         assert_eq!((again.address(), again.pages()), (address, 4 * PAGES), "the rest would be too small");
-        assert!(spares.piece(3 * PAGES).is_some_and(|other| other.address() != address), "it is lent");
+        assert!(spares.piece(3 * PAGES, 0).is_some_and(|other| other.address() != address), "it is lent");
         spares.give([Piece::allocate(9 * PAGES)]);
         assert!(spares.pieces().iter().all(|(_, pages)| *pages < 9 * PAGES), "it is larger than the limit");
         let five: Vec<Piece> = (0..5).map(|_| Piece::allocate(4 * PAGES)).collect();
@@ -166,7 +170,7 @@ mod tests {
     fn a_large_page_is_divided_and_joined() {
         let spares = Spares::new(usize::MAX);
         let pages = LARGE / PAGE / 4;
-        let mut four: Vec<Piece> = (0..4).map(|_| spares.piece(pages).unwrap()).collect();
+        let mut four: Vec<Piece> = (0..4).map(|_| spares.piece(pages, 0).unwrap()).collect();
         let first = four[0].address();
         assert!(four.iter().zip(0..).all(|(piece, at)| piece.address() == first + at * LARGE / 4));
         assert_eq!(spares.pieces(), [], "it is lent as a whole");
@@ -178,7 +182,7 @@ mod tests {
         let little = Piece::allocate(PAGES);
         let (address, large) = (little.address(), first);
         spares.give([little]);
-        assert_eq!(spares.piece(PAGES).unwrap().address(), address, "the smallest one that has room");
+        assert_eq!(spares.piece(PAGES, 0).unwrap().address(), address, "the smallest one that has room");
         assert_eq!(spares.pieces(), [(large, 4 * pages)]);
     }
 
@@ -190,8 +194,13 @@ mod tests {
         spares.provide(4 * SMALLEST);
         let (start, pages) = spares.pieces()[0];
         assert_eq!((pages, spares.pieces().len()), (4 * PAGES, 1));
-        let buffers = spares.buffers(&[SMALLEST; 4]);
+        let buffers = spares.buffers(&[SMALLEST; 3]);
         assert_eq!((buffers[0].as_ptr() as usize, spares.pieces()), (start, Vec::new()));
+        assert_eq!(
+            buffers[2].memory_bytes(),
+            2 * SMALLEST,
+            "the rest is larger than the tail, and too small"
+        );
         spares.provide(9 * SMALLEST);
         assert_eq!(spares.pieces()[0].1, 8 * PAGES, "no more than are kept");
     }
