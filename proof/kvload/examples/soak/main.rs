@@ -4,7 +4,7 @@
 //! Every few seconds the traffic pauses, and a checkpoint checks that nothing is held, that all threads live, that fixed
 //! requests have the answers that they had at first, and how much memory the process has.
 //!
-//! The state is in `target/soak/state.json`, and the registered documents are in a file beside it. If a run is interrupted,
+//! The state is in `target/soak/state.json`, or in another folder, and the registered documents are in a file beside it. If a run is interrupted,
 //! the next one with the same options goes on, and must find the documents.
 //!
 //! ```text
@@ -14,6 +14,7 @@
 
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -72,6 +73,9 @@ struct Soak {
     /// Let only clients of one kind send requests, to find out which ones a violation needs.
     #[arg(long)]
     only: Option<Kind>,
+    /// The folder for the state and the registered documents; by default `soak` in the target folder.
+    #[arg(long)]
+    folder: Option<PathBuf>,
     /// Be the process of the clients of idle connections to this address.
     #[arg(long, hide = true)]
     idle_client: Option<SocketAddr>,
@@ -109,12 +113,13 @@ fn main() -> ExitCode {
 fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
     let clock = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
     // The files in the folder are those of one soak.
-    let _lock = state::lock()?;
-    let (mut state, resumed) = State::resume(args.seed, clock)?;
+    let folder = args.folder.clone().unwrap_or_else(|| xtask::run::target().join("soak"));
+    let _lock = state::lock(&folder)?;
+    let (mut state, resumed) = State::resume(&folder, args.seed, clock)?;
     let tally = Arc::new(Tally::new(std::mem::take(&mut state.counts)));
     tally.count_panics();
     let files = idle::raise_limit();
-    let server = start(resumed)?;
+    let server = start(&folder, resumed)?;
     let place = Place::new(format!("http://{}", server.address()).parse()?, Arc::clone(&tally));
     println!("seed {}; a server at {}; {files} files may be open", state.seed, server.address());
     if resumed {
@@ -176,7 +181,7 @@ fn soak(args: &Soak) -> Result<bool, Box<dyn std::error::Error>> {
     shut_down(server, &tally);
     println!("{}", tally.table());
     checkpoints.print(&state, args.growth);
-    State::end()?;
+    state.end()?;
     Ok(tally.print_violations())
 }
 

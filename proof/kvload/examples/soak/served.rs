@@ -1,5 +1,6 @@
 //! The server that is soaked.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,8 +9,6 @@ use kvchunk::{ChunkCacheConfig, Reuse};
 use kvengine::{Engine, EngineConfig};
 use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
 use kvserve::{ApiKeys, DocumentReuse, Limits, ServedModel, Server, ServerConfig};
-
-use crate::state::folder;
 
 /// The name of the model.
 pub(crate) const MODEL: &str = "tiny-rag";
@@ -30,10 +29,10 @@ const KV_MEMORY: usize = 16 << 20;
 /// The built-in model's template, behind the tools and the form of their calls.
 const TEMPLATE: &str = "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for message in messages %}{{ message['content'] }}{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}";
 
-/// Starts the server at a free port. Its registered documents are in a file, which has those of the interrupted run if one
-/// is resumed, and is empty otherwise.
-pub(crate) fn start(resumed: bool) -> Result<Server, Box<dyn std::error::Error>> {
-    let documents = folder().join("documents.jsonl");
+/// Starts the server at a free port. Its registered documents are in a file in `folder`, which has those of the interrupted
+/// run if one is resumed, and is empty otherwise.
+pub(crate) fn start(folder: &Path, resumed: bool) -> Result<Server, Box<dyn std::error::Error>> {
+    let documents = folder.join("documents.jsonl");
     if !resumed && documents.exists() {
         std::fs::remove_file(&documents)?;
     }
