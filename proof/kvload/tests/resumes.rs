@@ -42,7 +42,7 @@ fn a_soak_that_is_killed_goes_on() {
     let tests = std::env::current_exe().unwrap();
     let program = tests.ancestors().nth(2).unwrap().join("examples/soak");
     if !program.exists() {
-        println!("SKIPPED: {} is not built; `cargo test --examples` builds it", program.display());
+        println!("SKIPPED: {} is not built; `cargo test -p kvload` builds it", program.display());
         return;
     }
     let folder = tempfile::tempdir().unwrap();
