@@ -104,6 +104,7 @@ class Hanging:
     def __init__(self, own) -> None:
         self.own = own
         self.contains, self.touch, self.usage, self.close = own.contains, own.touch, own.usage, own.close
+        self.take_times = own.take_times
 
     def load(self, names, rows, at, *, deadline):
         time.sleep(deadline)
