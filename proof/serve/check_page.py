@@ -35,11 +35,18 @@ def ask(url: str, order: list[str], question: str) -> dict[str, Any]:
         return json.load(answer)
 
 
+def register(url: str, name: str, text: str, **more: Any) -> dict[str, Any]:
+    body = json.dumps({"text": text, **more}).encode()
+    request = urllib.request.Request(f"{url}/v1/documents/{name}", body, {"Content-Type": "application/json"}, method="PUT")
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return json.load(answer)
+
+
 def chromium(url: str, *options: str) -> str:
     """Draws a page, and returns its elements as they are after a few seconds."""
     with tempfile.TemporaryDirectory() as profile:
         command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
-        command += ["--window-size=1120,640", "--virtual-time-budget=4000", *options, url]
+        command += ["--window-size=1120,860", "--virtual-time-budget=4000", *options, url]
         return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=2 * PATIENCE).stdout
 
 
@@ -52,6 +59,9 @@ class Drawn(html.parser.HTMLParser):
         self.titles: list[str] = []
         self.hidden: set[str] = set()
         self.tags: set[str] = set()
+        self.rows: dict[str, list[list[str]]] = {}
+        """The texts of the cells of each table, by the table's name."""
+        self._table = ""
         self._silent = 0
         self.feed(page)
 
@@ -59,6 +69,12 @@ class Drawn(html.parser.HTMLParser):
         named = dict(attributes)
         self.tags.add(tag)
         self._silent += tag in {"script", "style"}
+        if tag == "table":
+            self._table = named.get("id") or ""
+        elif tag == "tr":
+            self.rows.setdefault(self._table, []).append([])
+        elif tag in {"td", "th"}:
+            self.rows[self._table][-1].append("")
         if title := named.get("title"):
             self.titles.append(title)
         if "hidden" in named and named.get("id"):
@@ -66,10 +82,19 @@ class Drawn(html.parser.HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         self._silent -= tag in {"script", "style"}
+        if tag == "table":
+            self._table = ""
 
     def handle_data(self, data: str) -> None:
         if not self._silent and data.strip():
             self.text.append(data.strip())
+        if self._table:
+            self.rows[self._table][-1][-1] += data.strip()
+
+
+def kept(registered: list[dict[str, Any]]) -> list[list[str]]:
+    """Returns whether each document is pinned, and how long it is kept, as the page says it."""
+    return [["no", "60 min"] if one["expires_in_seconds"] else ["yes", "–"] for one in sorted(registered, key=lambda one: one["id"])]
 
 
 def check(name: str, is_right: bool, shown: object) -> None:
@@ -86,7 +111,9 @@ def main() -> None:
     if shutil.which("chromium") is None:
         raise SystemExit("chromium is missing; install it, for example with `apt-get install chromium`")
     ordered = names()
-    with served(args.kvc, "--reuse-anyway") as url:
+    with tempfile.TemporaryDirectory() as disk, served(args.kvc, "--reuse-anyway", "--disk", disk) as url:
+        registered = [register(url, name, text_of(name), system=SYSTEM) for name in ordered[:2]]
+        registered.append(register(url, "notice", f"{text_of(ordered[0])} {MARK}", ttl_seconds=3600))
         orders = [ordered, ordered, ordered[::-1], ordered[2:] + ordered[:2]]
         answers = [ask(url, order, question) for order, question in zip(orders, ["alba ?", "bruno ?", "alba ?", "clara ?"], strict=True)]
         page = Drawn(chromium(f"{url}/", "--dump-dom"))
@@ -107,6 +134,12 @@ def main() -> None:
         first, later = drawn[-len(ordered) :], drawn[: -len(ordered)]
         check("new documents are new", all(title.endswith(", new") for title in first), first)
         check("found ones are found in any order", all(", 0 found" not in title for title in later), later)
+        rows = [[one["id"], f"{one['tokens']:,}"] for one in sorted(registered, key=lambda one: one["id"])]
+        library = page.rows.get("registered", [])[1:]
+        check("registered documents are listed with their tokens", [row[:2] for row in library] == rows, library)
+        check("those with a system prompt are pinned, and one expires", [row[3:] for row in library] == kept(registered), library)
+        tiers = page.rows.get("tier", [])
+        check("it shows the disk", "tiers" not in page.hidden and [row[0] for row in tiers] == ["tier", "disk"], tiers)
         check("names are shown as text", "img" not in page.tags and "1" not in page.text[:1], page.tags)
         if args.picture:
             chromium(f"{url}/", f"--screenshot={Path(args.picture).resolve()}")

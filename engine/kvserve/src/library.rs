@@ -40,13 +40,12 @@ impl Libraries {
         kvcore::Clock::millis(&*self.clock)
     }
 
-    /// Returns the number of registered documents and of bytes of their texts, of all tenants.
-    pub(crate) fn sizes(&self) -> (usize, usize) {
-        let all: Vec<SharedLibrary> = self.all.lock().values().cloned().collect();
-        let sizes = all.iter().map(|library| {
-            let mut library = library.lock();
-            (library.documents().count(), library.bytes())
-        });
-        sizes.fold((0, 0), |(count, bytes), (more, more_bytes)| (count + more, bytes + more_bytes))
+    /// Returns the libraries of all tenants, sorted by the tags of the tenants.
+    pub(crate) fn all(&self) -> Vec<(Option<Arc<str>>, SharedLibrary)> {
+        let one =
+            |(tenant, library): (&Option<Arc<str>>, &SharedLibrary)| (tenant.clone(), Arc::clone(library));
+        let mut all: Vec<_> = self.all.lock().iter().map(one).collect();
+        all.sort_unstable_by(|(a, _), (b, _)| a.cmp(b));
+        all
     }
 }

@@ -13,9 +13,11 @@ use crate::text_work;
 
 mod overview;
 mod recent;
+mod registered;
 
 use overview::Overview;
 pub(crate) use recent::{RecentRequest, RecentRequests};
+use registered::Registered;
 
 const PAGE: &str = include_str!("index.html");
 
@@ -28,14 +30,14 @@ pub(crate) async fn page() -> Response {
     ([(CONTENT_TYPE, "text/html; charset=utf-8"), (CONTENT_SECURITY_POLICY, POLICY)], PAGE).into_response()
 }
 
-/// Returns what the page shows: pools, tiers, totals and the last requests of all tenants.
+/// Returns what the page shows: pools, tiers, totals, registered documents and the last requests of all tenants.
 pub(crate) async fn overview(State(service): State<Arc<Service>>, request: Request) -> Response {
     let overview = async {
         service.check_operator(&request.into_parts().0)?;
         let caches = service.engine.call(|engine| overview::Caches::of(engine)).await?;
         let handle = Arc::clone(&service);
-        let (sizes, ()) = text_work::run((), move || Ok(handle.libraries.sizes())).await?;
-        Ok(Json(Overview::new(&service, caches, sizes)).into_response())
+        let (registered, ()) = text_work::run((), move || Ok(Registered::of(&handle))).await?;
+        Ok(Json(Overview::new(&service, caches, registered)).into_response())
     };
     respond(overview.await)
 }

@@ -5,6 +5,7 @@ use kvengine::Engine;
 use serde::Serialize;
 
 use super::recent::RecentRequest;
+use super::registered::Registered;
 use crate::metrics::Totals;
 use crate::service::{Service, unix_time};
 
@@ -21,7 +22,6 @@ pub(super) struct Overview {
     running: usize,
     waiting: usize,
     totals: Totals,
-    /// The registered documents of all tenants.
     registered: Registered,
     /// The median over the last requests, if there are some.
     first_token_ms: Option<f64>,
@@ -37,13 +37,6 @@ pub(super) struct Caches {
     pools: Vec<Pool>,
     documents: Lookups,
     tiers: Vec<Tier>,
-}
-
-/// The number of registered documents, and of bytes of their texts.
-#[derive(Debug, Serialize)]
-struct Registered {
-    count: usize,
-    bytes: usize,
 }
 
 /// A pool of blocks on the device.
@@ -75,8 +68,8 @@ struct Tier {
 }
 
 impl Overview {
-    /// Puts the data together. `registered` is the number of registered documents and of their bytes.
-    pub(super) fn new(service: &Service, caches: Caches, (count, bytes): (usize, usize)) -> Self {
+    /// Puts the data together.
+    pub(super) fn new(service: &Service, caches: Caches, registered: Registered) -> Self {
         let (step, recent) = (service.engine.last_step(), service.recent.all());
         let mut first: Vec<f64> = recent.iter().map(|request| request.ttft_ms).collect();
         first.sort_unstable_by(f64::total_cmp);
@@ -89,7 +82,7 @@ impl Overview {
             running: step.running,
             waiting: step.waiting,
             totals: service.metrics.totals(),
-            registered: Registered { count, bytes },
+            registered,
             first_token_ms: first.get(first.len() / 2).copied(),
             caches,
             recent,

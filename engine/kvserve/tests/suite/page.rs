@@ -91,6 +91,41 @@ fn requests_are_drawn_in_parts(#[values(false, true)] reuses: bool) {
 }
 
 #[test]
+fn the_first_registered_documents_are_listed() {
+    let server = reusing();
+    assert_eq!(overview(&server)["registered"], json!({"count": 0, "bytes": 0, "listed": []}));
+    let text = |number: usize| {
+        format!("The house with the number {number} stands at the end of the long road to the harbour.\n")
+    };
+    let put = |number: usize, more: Value| {
+        let mut body = json!({"text": text(number)});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let path = format!("/v1/documents/house-{number:02}");
+        let answer = call(server.address(), "PUT", &path, &[], body.to_string().as_bytes());
+        assert_eq!(answer.status, 201, "{answer:?}");
+        answer.json()
+    };
+    let first = put(0, json!({"title": "The first house", "ttl_seconds": 90}));
+    let all: Vec<Value> = [first].into_iter().chain((1..23).map(|number| put(number, json!({})))).collect();
+    let shown = &overview(&server)["registered"];
+    let bytes: u64 = all.iter().map(|one| one["bytes"].as_u64().unwrap() + 8).sum();
+    assert_eq!(
+        (&shown["count"], shown["bytes"].as_u64()),
+        (&json!(23), Some(bytes + "The first house".len() as u64))
+    );
+    let listed = shown["listed"].as_array().unwrap();
+    assert_eq!(listed.len(), 20);
+    for (row, document) in listed.iter().zip(&all) {
+        for field in ["id", "title", "tokens", "kv_bytes", "pinned"] {
+            assert_eq!(row[field], document[field], "{field}");
+        }
+    }
+    let left = listed[0]["expires_in_seconds"].as_f64().unwrap();
+    assert!((0.0..=90.0).contains(&left), "{left}");
+    assert_eq!((&listed[1]["expires_in_seconds"], &listed[1]["tenant"]), (&Value::Null, &Value::Null));
+}
+
+#[test]
 fn only_the_operator_sees_the_requests_of_tenants() {
     let mut keys = ApiKeys::default();
     for (key, tenant) in [("key-a", "alice"), ("key-op", "operator")] {
