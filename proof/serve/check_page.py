@@ -15,6 +15,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,19 @@ def register(url: str, name: str, text: str, **more: Any) -> dict[str, Any]:
     request = urllib.request.Request(f"{url}/v1/documents/{name}", body, {"Content-Type": "application/json"}, method="PUT")
     with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return json.load(answer)
+
+
+def until_pinned(url: str, names: list[str]) -> None:
+    """Waits until the server has computed documents that were registered with a system prompt."""
+    until = time.monotonic() + PATIENCE
+    for name in names:
+        while True:
+            with urllib.request.urlopen(f"{url}/v1/documents/{name}", timeout=PATIENCE) as answer:
+                if json.load(answer)["pinned"]:
+                    break
+            if time.monotonic() > until:
+                raise SystemExit(f"{name} is not pinned")
+            time.sleep(0.05)
 
 
 def chromium(url: str, *options: str) -> str:
@@ -112,10 +126,11 @@ def main() -> None:
         raise SystemExit("chromium is missing; install it, for example with `apt-get install chromium`")
     ordered = names()
     with tempfile.TemporaryDirectory() as disk, served(args.kvc, "--reuse-anyway", "--disk", disk) as url:
-        registered = [register(url, name, text_of(name), system=SYSTEM) for name in ordered[:2]]
-        registered.append(register(url, "notice", f"{text_of(ordered[0])} {MARK}", ttl_seconds=3600))
         orders = [ordered, ordered, ordered[::-1], ordered[2:] + ordered[:2]]
         answers = [ask(url, order, question) for order, question in zip(orders, ["alba ?", "bruno ?", "alba ?", "clara ?"], strict=True)]
+        registered = [register(url, name, text_of(name), system=SYSTEM) for name in ordered[:2]]
+        registered.append(register(url, "notice", f"{text_of(ordered[0])} {MARK}", ttl_seconds=3600))
+        until_pinned(url, ordered[:2])
         page = Drawn(chromium(f"{url}/", "--dump-dom"))
         check("the page has loaded", page.hidden >= {"locked"} and "all" not in page.hidden, page.hidden)
         usage = [answer["usage"] for answer in answers]

@@ -1,4 +1,4 @@
-"""Checks `kvc serve` with unmodified clients and its page in Chromium.
+"""Checks `kvc serve` with unmodified clients, its page in Chromium, and its times beside those of its engine alone.
 
     python run.py
 
@@ -23,7 +23,7 @@ def main() -> None:
     if not python.exists():
         venv.create(folder, with_pip=True)
     subprocess.run([python, "-m", "pip", "install", "-q", "-r", HERE / "requirements.txt"], check=True)
-    for check in ("check_clients.py", "check_page.py"):
+    for check in ("check_clients.py", "check_page.py", "check_times.py"):
         if subprocess.run([python, HERE / check], check=False).returncode:
             sys.exit(f"{check} failed")
 

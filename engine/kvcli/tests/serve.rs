@@ -52,9 +52,12 @@ fn a_server_answers_until_it_is_told_to_end() {
         let mut rest = String::new();
         running.read_to_string(&mut rest).unwrap();
         assert!(rest.contains("\"finish_reason\":\"length\"") && rest.contains("data: [DONE]"), "{rest}");
-        let (code, log) = server.ended();
+        let before = server.before.clone();
+        let (code, rest) = server.ended();
+        let log = before + &rest;
         assert_eq!(code, Some(0), "{log}");
-        assert!(log.contains("shutting down"), "{log}");
+        assert!(rest.contains("shutting down"), "{log}");
+        assert_eq!(log.matches("documents are answered by full attention").count(), 1, "{log}");
     }
 }
 

@@ -1,7 +1,7 @@
 //! A soak that is killed goes on when the same command is called again.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -9,6 +9,16 @@ use serde_json::Value;
 
 /// The longest time that a soak takes to get from one checkpoint to the next.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Builds the soak as `cargo xtask soak` does, and returns the program.
+fn built() -> PathBuf {
+    let mut build = Command::new(xtask::run::cargo_program());
+    build
+        .args(["build", "--release", "--quiet", "--all-features", "--example", "soak"])
+        .current_dir(xtask::run::root());
+    assert!(build.status().unwrap().success(), "the soak is not built");
+    xtask::run::target().join("release/examples/soak")
+}
 
 /// Returns the command of a short soak with six segments.
 fn soak(program: &Path, folder: &Path) -> Command {
@@ -39,12 +49,7 @@ fn printed(output: &Output) -> String {
 
 #[test]
 fn a_soak_that_is_killed_goes_on() {
-    let tests = std::env::current_exe().unwrap();
-    let program = tests.ancestors().nth(2).unwrap().join("examples/soak");
-    if !program.exists() {
-        println!("SKIPPED: {} is not built; `cargo test -p kvload` builds it", program.display());
-        return;
-    }
+    let program = built();
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("state.json");
     let mut first = soak(&program, folder.path()).stdout(Stdio::null()).spawn().unwrap();

@@ -139,8 +139,8 @@ pub(crate) const SLICES: &[Slice] = &[
     },
     Slice {
         name: "published-bench",
-        covers: "times of a published model, from the file's blocks: prefill, few rows, decoding, documents found; a server's beside its engine's",
-        command: "cargo bench -p kvlab --bench peer_model -- --model \"$PWD/target/published/smollm2.gguf\" --prefill 500 --rows 1,16 --decode 16 --chunks && cargo build --release --workspace --all-features --bin kvc && python3 proof/serve/check_times.py",
+        covers: "times of a published model, from the file's blocks: prefill, few rows, decoding, documents found",
+        command: "cargo bench -p kvlab --bench peer_model -- --model \"$PWD/target/published/smollm2.gguf\" --prefill 500 --rows 1,16 --decode 16 --chunks",
         needs: &[published::MODEL],
     },
     Slice {
@@ -169,9 +169,9 @@ pub(crate) const SLICES: &[Slice] = &[
     },
     Slice {
         name: "serve",
-        covers: "kvc serve with unmodified clients of OpenAI, Anthropic, Cohere, LangChain and LlamaIndex, and its page in Chromium",
+        covers: "kvc serve with unmodified clients of OpenAI, Anthropic, Cohere, LangChain and LlamaIndex, its page in Chromium, and its times beside its engine's",
         command: "cargo build --release --workspace --all-features --bin kvc && python3 proof/serve/run.py",
-        needs: &[Tool::Program("chromium", "chromium")],
+        needs: &[Tool::Program("chromium", "chromium"), published::MODEL],
     },
     plain(
         "benches-cpu",
