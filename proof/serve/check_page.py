@@ -60,7 +60,7 @@ def chromium(url: str, *options: str) -> str:
     """Draws a page, and returns its elements as they are after a few seconds."""
     with tempfile.TemporaryDirectory() as profile:
         command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
-        command += ["--window-size=1120,860", "--virtual-time-budget=4000", *options, url]
+        command += ["--window-size=1120,960", "--virtual-time-budget=4000", *options, url]
         return subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=2 * PATIENCE).stdout
 
 
