@@ -13,6 +13,9 @@ use kvtier::{Missed, RecordId, Slab, SlabConfig, Stored};
 const PATIENCE: Duration = Duration::from_secs(20);
 const RECORD: usize = 64 << 10;
 
+/// The memory of a record: its buffers, and the page behind them.
+const HELD: usize = RECORD + 4096;
+
 fn config(memory_bytes: usize) -> SlabConfig {
     SlabConfig { memory_bytes, ..SlabConfig::default() }
 }
@@ -38,9 +41,12 @@ fn load_from_memory(slab: &Slab, number: u32) {
 #[test]
 fn what_was_stored_or_used_last_is_found_while_the_disk_hangs() {
     let disk = TestDisk::in_memory(Vec::new());
-    let slab = disk.open_with(config(3 * RECORD)).unwrap();
+    let slab = disk.open_with(config(3 * HELD)).unwrap();
     store(&slab, 0..5);
-    assert_eq!((slab.usage().memory_bytes, slab.usage().memory_limit_bytes), (3 << 16, 3 << 16));
+    assert_eq!(
+        (slab.usage().memory_bytes, slab.usage().memory_limit_bytes),
+        (3 * HELD as u64, 3 * HELD as u64)
+    );
     // A record that is read from the disk and given back pushes out the oldest of the others.
     let found = load(&slab, &record(0, RECORD).id).unwrap();
     slab.recycle(found);
@@ -69,7 +75,7 @@ fn what_was_stored_or_used_last_is_found_while_the_disk_hangs() {
 #[test]
 fn a_record_that_was_not_given_back_is_read_from_the_disk() {
     let disk = TestDisk::in_memory(Vec::new());
-    let slab = disk.open_with(config(3 * RECORD)).unwrap();
+    let slab = disk.open_with(config(3 * HELD)).unwrap();
     store(&slab, 0..1);
     for memory_hits in [1, 1] {
         drop(load(&slab, &record(0, RECORD).id).unwrap());
@@ -78,30 +84,30 @@ fn a_record_that_was_not_given_back_is_read_from_the_disk() {
     // Loads whose end nobody asks for, from the disk and from memory, give their record back.
     for memory_hits in [1, 2, 3] {
         assert!(slab.begin_load(&record(0, RECORD).id).wait_until(Instant::now() + PATIENCE));
-        assert_eq!((slab.usage().memory_hits, slab.usage().memory_bytes), (memory_hits, 1 << 16));
+        assert_eq!((slab.usage().memory_hits, slab.usage().memory_bytes), (memory_hits, HELD as u64));
     }
 }
 
 #[test]
 fn what_could_not_be_written_or_is_too_large_does_not_stay() {
     let disk = TestDisk::in_memory(Vec::new());
-    let slab = disk.open_with(config(3 * RECORD)).unwrap();
+    let slab = disk.open_with(config(3 * HELD)).unwrap();
     disk.state().failing = Some(Direction::Write);
     slab.store(in_slab_memory(&slab, &record(0, RECORD)));
     assert!(slab.flush(PATIENCE));
     assert_eq!((slab.usage().records, slab.usage().memory_bytes), (0, 0));
     disk.state().failing = None;
-    slab.store(record(1, 3 * RECORD + 1));
+    slab.store(record(1, 3 * HELD + 1));
     assert!(slab.flush(PATIENCE));
     assert_eq!((slab.usage().records, slab.usage().memory_bytes), (1, 0));
     store(&slab, 2..3);
-    assert_eq!(slab.usage().memory_bytes, 1 << 16);
+    assert_eq!(slab.usage().memory_bytes, HELD as u64);
 }
 
 #[test]
 fn memory_serves_although_the_disk_owes_many_answers() {
     let disk = TestDisk::in_memory(Vec::new());
-    let slab = disk.open_with(config(RECORD)).unwrap();
+    let slab = disk.open_with(config(HELD)).unwrap();
     let large = record(0, 300_000);
     slab.store(large.clone());
     assert!(slab.flush(PATIENCE));
@@ -118,9 +124,9 @@ fn memory_serves_although_the_disk_owes_many_answers() {
 #[test]
 fn what_has_left_the_disk_or_differs_is_not_served_from_memory() {
     let disk = TestDisk::in_memory(Vec::new());
-    let slab = disk.open_with(config(64 * RECORD)).unwrap();
+    let slab = disk.open_with(config(64 * HELD)).unwrap();
     store(&slab, 0..30);
-    assert!(slab.usage().evicted > 0 && slab.usage().memory_bytes == 30 << 16);
+    assert!(slab.usage().evicted > 0 && slab.usage().memory_bytes == 30 * HELD as u64);
     let gone = load(&slab, &record(0, RECORD).id);
     assert!(matches!(gone, Err(Missed::Absent)), "{gone:?}");
     let last = record(29, RECORD).id;
@@ -140,15 +146,15 @@ fn what_has_left_the_disk_or_differs_is_not_served_from_memory() {
 #[test]
 fn the_memory_does_not_outlive_the_slab() {
     let disk = TestDisk::in_memory(Vec::new());
-    let slab = disk.open_with(config(64 * RECORD)).unwrap();
+    let slab = disk.open_with(config(64 * HELD)).unwrap();
     store(&slab, 0..3);
     drop(slab);
-    let slab = disk.open_with(config(64 * RECORD)).unwrap();
+    let slab = disk.open_with(config(64 * HELD)).unwrap();
     assert_eq!((slab.usage().memory_bytes, slab.usage().records), (0, 3));
     for number in 0..3 {
         let found = load(&slab, &record(number, RECORD).id).unwrap();
         assert_eq!(found, record(number, RECORD).buffers);
         slab.recycle(found);
     }
-    assert_eq!((slab.usage().memory_bytes, slab.usage().memory_hits), (3 << 16, 0));
+    assert_eq!((slab.usage().memory_bytes, slab.usage().memory_hits), (3 * HELD as u64, 0));
 }

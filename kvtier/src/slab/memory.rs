@@ -1,6 +1,6 @@
 //! Records in host memory above the disk: the ones that were stored or used last. A load finds them without a read.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 
 use kvcore::BlockKey;
 use parking_lot::Mutex;
@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use crate::buffer::RecordBuffer;
 use crate::record::RecordId;
 
-/// Records in host memory, up to a number of bytes. The least recently used ones leave first, and those that need others
-/// before these.
+/// Records in host memory, up to a number of bytes. Of the records that no other one needs, the least recently used one
+/// leaves first. A record that has just come stays, unless it needs all others.
 pub(super) struct MemoryTier {
     limit: usize,
     held: Mutex<Held>,
@@ -21,8 +21,12 @@ struct Held {
     records: HashMap<BlockKey, (Kept, u64)>,
     /// The keys by their last use.
     order: BTreeMap<u64, BlockKey>,
-    /// The records that need the one with a key.
-    children: HashMap<BlockKey, BTreeSet<BlockKey>>,
+    /// The keys of the records that no other one needs, by their last use.
+    ends: BTreeMap<u64, BlockKey>,
+    /// The number of records that need the one with a key, which may not be here. It is never zero.
+    children: HashMap<BlockKey, usize>,
+    /// A use of the least recently used record, and the record that the search for a circle has reached from there.
+    search: Option<(u64, BlockKey)>,
     /// The number of uses.
     uses: u64,
     bytes: usize,
@@ -106,13 +110,21 @@ impl Kept {
 }
 
 impl Held {
-    fn add(&mut self, record: Kept) {
+    fn add(&mut self, mut record: Kept) {
         let key = record.id.key;
+        // Nobody else needs a record because it needs itself.
+        record.parent = record.parent.filter(|parent| *parent != key);
         self.uses += 1;
         self.bytes += record.bytes();
         self.order.insert(self.uses, key);
+        if !self.children.contains_key(&key) {
+            self.ends.insert(self.uses, key);
+        }
         if let Some(parent) = record.parent {
-            self.children.entry(parent).or_default().insert(key);
+            *self.children.entry(parent).or_default() += 1;
+            if let Some((_, used)) = self.records.get(&parent) {
+                self.ends.remove(used);
+            }
         }
         self.records.insert(key, (record, self.uses));
     }
@@ -120,32 +132,39 @@ impl Held {
     fn remove(&mut self, key: &BlockKey) -> Option<Kept> {
         let (record, used) = self.records.remove(key)?;
         self.order.remove(&used);
+        self.ends.remove(&used);
         self.bytes -= record.bytes();
         if let Some(parent) = record.parent
             && let Some(children) = self.children.get_mut(&parent)
         {
-            children.remove(key);
-            if children.is_empty() {
+            *children -= 1;
+            if *children == 0 {
                 self.children.remove(&parent);
+                if let Some((_, used)) = self.records.get(&parent) {
+                    self.ends.insert(*used, parent);
+                }
             }
         }
         Some(record)
     }
 
-    /// Returns the key of the record that leaves next: of those that need the least recently used one, one that nobody needs.
-    /// The newest one leaves if it needs all others.
-    fn next_to_leave(&self, newest: &BlockKey) -> Option<BlockKey> {
-        let mut key = *self.order.first_key_value()?.1;
-        // Records that need each other end nowhere.
-        for _ in 0..self.records.len() {
-            let Some(child) = self.children.get(&key).and_then(BTreeSet::first) else { break };
-            key = *child;
-        }
-        if key != *newest {
+    /// Returns the key of the record that leaves next: the least recently used one of those that nobody needs. The newest one
+    /// leaves if it needs all others.
+    fn next_to_leave(&mut self, newest: &BlockKey) -> Option<BlockKey> {
+        if let Some(key) = self.oldest_in_circle() {
             return Some(key);
         }
-        let is_end = |key: &&BlockKey| *key != newest && !self.children.contains_key(*key);
-        self.order.values().find(is_end).or(Some(newest)).copied()
+        self.ends.values().find(|key| *key != newest).or(Some(newest)).copied()
+    }
+
+    /// Returns the key of the least recently used record if it needs itself by way of others. Somebody needs each record of
+    /// such a circle, so that none would leave. Each call looks at one more record, so that none takes long.
+    fn oldest_in_circle(&mut self) -> Option<BlockKey> {
+        let (&used, &oldest) = self.order.first_key_value()?;
+        let reached = self.search.filter(|(start, _)| *start == used).map_or(oldest, |(_, reached)| reached);
+        let parent = self.records.get(&reached).and_then(|(record, _)| record.parent);
+        self.search = parent.map(|parent| (used, parent));
+        parent.filter(|parent| *parent == oldest)
     }
 }
 
@@ -246,9 +265,92 @@ mod tests {
             assert_eq!(memory.keep(kept(id(number, 0), 20, number)).len(), 1);
         }
         assert_eq!(memory.usage().bytes, 60);
+        assert!([5, 6, 7].map(key).iter().all(|key| memory.contains(key)), "the circle has left");
+        // A circle that fills the memory.
+        let full = MemoryTier::new(60);
+        for (number, parent) in [(1, 3), (2, 1), (3, 2)] {
+            full.keep(Kept { parent: Some(key(parent)), ..kept(id(number, 0), 20, number) });
+        }
+        let left: Vec<RecordBuffer> =
+            (4..8).flat_map(|number| full.keep(kept(id(number, 0), 20, number))).collect();
+        assert_eq!(left, [[4; 20], [5; 20], [1; 20], [3; 20]].map(|one| one.to_vec()));
+    }
+
+    impl MemoryTier {
+        /// Checks what is counted against the records.
+        fn check(&self) {
+            let held = self.held.lock();
+            let used = |(key, (_, used)): (&BlockKey, &(Kept, u64))| (*used, *key);
+            let needed = |key: &BlockKey| held.records.values().any(|(kept, _)| kept.parent == Some(*key));
+            assert_eq!(held.order, held.records.iter().map(used).collect());
+            assert_eq!(held.ends, held.records.iter().filter(|(key, _)| !needed(key)).map(used).collect());
+            assert_eq!(
+                held.children.values().sum::<usize>(),
+                held.records.values().filter(|(kept, _)| kept.parent.is_some()).count()
+            );
+            assert_eq!(held.bytes, held.records.values().map(|(kept, _)| kept.bytes()).sum::<usize>());
+            assert!(held.bytes <= self.limit && held.children.values().all(|count| *count > 0));
+        }
     }
 
     proptest! {
+        #[test]
+        fn the_least_recently_used_end_leaves_first(
+            uses in prop::collection::vec((0u8..12, 1usize..40, 0u8..18, any::<bool>()), 1..120),
+        ) {
+            let memory = MemoryTier::new(100);
+            let key = |number: u8| id(number, 0).key;
+            // The plain model: records with their sizes and parents, the last one used at the end.
+            let mut model: Vec<(u8, usize, Option<u8>)> = Vec::new();
+            for (number, len, parent, is_kept) in uses {
+                let before = model.iter().position(|(other, ..)| *other == number).map(|at| model.remove(at));
+                let mut expected: Vec<_> = before.iter().flat_map(|(_, len, _)| buffers(*len, number)).collect();
+                if is_kept {
+                    // Without circles.
+                    let parent = Some(parent).filter(|parent| *parent < number);
+                    model.push((number, len, parent));
+                    while model.iter().map(|(_, len, _)| len).sum::<usize>() > 100 {
+                        let is_end = |(one, ..): &(u8, usize, Option<u8>)| {
+                            *one != number && model.iter().all(|(.., parent)| *parent != Some(*one))
+                        };
+                        let (gone, len, _) = model.remove(model.iter().position(is_end).unwrap_or(model.len() - 1));
+                        expected.extend(buffers(len, gone));
+                    }
+                    let record = Kept { parent: parent.map(key), ..kept(id(number, 0), len, number) };
+                    prop_assert_eq!(memory.keep(record), expected);
+                } else {
+                    prop_assert_eq!(memory.take(&id(number, 0)), before.map(|_| expected));
+                }
+                memory.check();
+                for number in 0..12 {
+                    let is_here = model.iter().any(|(other, ..)| *other == number);
+                    prop_assert_eq!(memory.contains(&key(number)), is_here);
+                }
+            }
+        }
+
+        #[test]
+        fn records_with_any_parents_leave(
+            uses in prop::collection::vec((0u8..12, 1usize..40, 0u8..12, any::<bool>()), 1..120),
+        ) {
+            let memory = MemoryTier::new(100);
+            let key = |number: u8| id(number, 0).key;
+            for (number, len, parent, is_kept) in uses {
+                if is_kept {
+                    memory.keep(Kept { parent: Some(key(parent)), ..kept(id(number, 0), len, number) });
+                } else {
+                    memory.take(&id(number, 0));
+                }
+                memory.check();
+            }
+            for number in 100..150 {
+                memory.keep(kept(id(number, 0), 40, number));
+                memory.check();
+            }
+            prop_assert!((0..12).all(|number| !memory.contains(&key(number))), "others came later");
+            prop_assert!([148, 149].map(key).iter().all(|key| memory.contains(key)));
+        }
+
         #[test]
         fn the_least_recently_kept_leave_first(uses in prop::collection::vec((0u8..12, 1usize..60, any::<bool>()), 1..80)) {
             let memory = MemoryTier::new(100);

@@ -82,7 +82,7 @@ pub struct SlabConfig {
     /// loads that were given up; further loads are late at once, until the disk has answered.
     pub queue_bytes: usize,
     /// The number of bytes of records that also stay in host memory, where loads find them without a read: the ones that
-    /// were stored or [recycled](Slab::recycle) last. They do not outlive the process.
+    /// were stored or [recycled](Slab::recycle) last. A page behind each record counts, too. They do not outlive the process.
     pub memory_bytes: usize,
     /// The way of I/O, or `None` for the best one that works here.
     pub io: Option<IoWay>,

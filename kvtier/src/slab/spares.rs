@@ -100,10 +100,11 @@ impl Spares {
         if pages < Self::FEWEST_PAGES {
             return None;
         }
+        // As many pieces as a large page has room for without their tails: with these, the memory is not smaller than one.
+        let count = (LARGE / PAGE / pages).max(1);
         let pages = pages + tail;
         let spare = self.kept.lock().take(pages);
-        // As many pieces as a large page has room for.
-        let piece = spare.unwrap_or_else(|| Piece::allocate((LARGE / PAGE / pages).max(1) * pages));
+        let piece = spare.unwrap_or_else(|| Piece::allocate(count * pages));
         if piece.pages() - pages < Self::FEWEST_PAGES {
             return Some(piece);
         }
@@ -184,6 +185,28 @@ mod tests {
         spares.give([little]);
         assert_eq!(spares.piece(PAGES, 0).unwrap().address(), address, "the smallest one that has room");
         assert_eq!(spares.pieces(), [(large, 4 * pages)]);
+    }
+
+    #[test]
+    fn records_that_divide_a_large_page_get_one() {
+        for pages in [16, 64, 128, 256] {
+            let spares = Spares::new(usize::MAX);
+            let count = LARGE / PAGE / pages;
+            let records: Vec<_> = (0..count).flat_map(|_| spares.buffers(&[pages * PAGE])).collect();
+            let start = records[0].as_ptr() as usize;
+            assert_eq!(start % LARGE, 0, "a large page begins where the memory begins");
+            assert!(
+                records
+                    .iter()
+                    .zip(0..)
+                    .all(|(record, at)| record.as_ptr() as usize == start + at * (pages + TAIL) * PAGE)
+            );
+            assert_eq!(spares.pieces(), [], "it is lent as a whole");
+            let pieces: Vec<Piece> = records.into_iter().filter_map(RecordBuffer::into_piece).collect();
+            spares.give(pieces);
+            assert_eq!(spares.pieces(), [(start, count * (pages + TAIL))]);
+            assert!(count * (pages + TAIL) * PAGE >= LARGE, "{pages} pages");
+        }
     }
 
     #[test]

@@ -24,7 +24,7 @@ use crate::digest::PayloadDigest;
 use crate::io::{DiskIo, PAGE, Pages, Piece, Window, WriteGroup};
 use crate::record::{CellRun, Header, Record, RecordNote};
 
-/// The largest request in bytes.
+/// The largest request in bytes. The last one of a record may have [a page](TAIL) more.
 pub(super) const REQUEST: usize = 512 << 10;
 
 /// A record with its place.
