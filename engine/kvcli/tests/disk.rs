@@ -309,3 +309,20 @@ fn the_command_of_the_readme_finds_its_documents_at_the_next_start() {
     assert_eq!((&first["disk"]["hits"], &second["disk"]["misses"]), (&0.into(), &0.into()));
     assert_eq!((missed(&second), &second["tokens"]), (vec![Value::Null; 2], &first["tokens"]));
 }
+
+#[test]
+fn bench_rag_measures_a_slow_disk_that_finds_prompts_and_stores_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let kv = folder.path().to_str().unwrap();
+    let small = ["--requests", "2", "--document-tokens", "32", "--disk-limit", "64MiB"];
+    let report = run_json(&[&["bench", "rag", "--json", "--disk", kv][..], &small].concat());
+    let rows = report["ttft"].as_array().unwrap();
+    let of_disk: Vec<&Value> =
+        rows.iter().filter(|row| row["what"].as_str().unwrap().contains("disk")).collect();
+    assert_eq!(of_disk.len(), 10, "{rows:?}");
+    assert!(of_disk.iter().all(|row| row["took"].is_object() && row["target"].is_object()));
+    let last = of_disk[9];
+    assert_eq!(last["what"], "stored on a disk of 5 MB/s");
+    assert_eq!(last["limit"], "computed without a disk");
+    assert_eq!(last["target"]["times-as-long"], 1.1);
+}

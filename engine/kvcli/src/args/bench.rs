@@ -137,7 +137,8 @@ pub(crate) struct RagArgs {
     pub(crate) sleep: SleepArgs,
 
     /// Also measure documents that are on a disk and not in memory, as after a restart: with the disk of this
-    /// folder as it is, and throttled to 200, 50 and 10 MB/s.
+    /// folder as it is, and throttled to 200, 50, 10 and 5 MB/s. Also measure new documents while a disk of 5 MB/s
+    /// stores them.
     #[arg(long, value_name = "FOLDER")]
     pub(crate) disk: Option<PathBuf>,
 
