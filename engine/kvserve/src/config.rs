@@ -85,7 +85,8 @@ pub struct Limits {
     pub send_time: Duration,
     /// The maximum number of open connections. Others wait until one is closed.
     pub connections: usize,
-    /// The time that a shutdown gives to running answers before it ends them.
+    /// The time that a shutdown gives to running answers, and to clients that have sent a part of a request, before it ends
+    /// them.
     pub shutdown_time: Duration,
 }
 
@@ -102,7 +103,8 @@ impl Default for Limits {
             receive_time: Duration::from_secs(60),
             send_time: Duration::from_secs(120),
             connections: 16_384,
-            shutdown_time: Duration::from_secs(30),
+            // Container systems kill after 30 seconds.
+            shutdown_time: Duration::from_secs(25),
         }
     }
 }

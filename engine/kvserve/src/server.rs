@@ -218,7 +218,7 @@ impl Server {
         self.stopping.send_replace(true);
         let Some(accepting) = &mut self.accepting else { return };
         if tokio::time::timeout(self.limits.shutdown_time, accepting).await.is_err() {
-            warn!("ending the answers that are still running");
+            warn!("ending the answers that are still running, and the connections with unfinished requests");
             self.end().await;
         } else {
             self.accepting = None;

@@ -21,9 +21,11 @@ const LIMITS: &str = "Limits";
 #[command(after_help = "\
 Start the server, and point any client of OpenAI's API at it:
 
-    kvc serve ./Qwen3-0.6B
-    curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d '{\"messages\": \\
-      [{\"role\": \"user\", \"content\": \"alba ?\"}], \"documents\": [{\"title\": \"harbour\", \"text\": \"alba is red .\"}]}'
+    kvc serve
+    curl http://127.0.0.1:8000/v1/chat/completions \\
+      -H 'content-type: application/json' \\
+      -d '{\"messages\": [{\"role\": \"user\", \"content\": \"alba ?\"}],
+           \"documents\": [\"alba is red .\"]}'
 
 Without --reuse or --reuse-anyway, answers are those of full attention, and only the beginning of a prompt is reused. To
 reuse documents at any position, find the settings that keep your model's answers, and give the file to the server:
@@ -104,7 +106,7 @@ pub(crate) struct ServerArgs {
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) memory_share: Option<f64>,
 
-    /// Let the paths /sleep and /`wake_up` release the memory of the caches and take it back.
+    /// Let `/sleep` and `/wake_up` release the memory of the caches and take it back.
     #[arg(long)]
     pub(crate) enable_sleep_mode: bool,
 
@@ -176,8 +178,8 @@ pub(crate) struct LimitArgs {
     #[arg(long, help_heading = LIMITS, value_name = "N", default_value_t = Limits::default().connections, value_parser = at_least_one)]
     max_connections: usize,
 
-    /// Maximum number of seconds for running answers to end after SIGTERM or SIGINT.
-    #[arg(long, help_heading = LIMITS, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    /// Maximum number of seconds for running answers and unfinished requests to end after SIGTERM or SIGINT.
+    #[arg(long, help_heading = LIMITS, value_name = "SECONDS", default_value = "25", value_parser = seconds)]
     shutdown_time: Duration,
 }
 
