@@ -187,6 +187,12 @@ mod tests {
         Kept { id, parent: None, buffers: buffers(len, byte) }
     }
 
+    /// A record of 20 bytes that needs another one, or none.
+    fn link(number: u8, parent: u8) -> Kept {
+        let parent = (parent > 0).then(|| id(parent, 0).key);
+        Kept { parent, ..kept(id(number, 0), 20, number) }
+    }
+
     #[test]
     fn a_record_with_another_identity_is_not_taken() {
         let memory = MemoryTier::new(100);
@@ -215,11 +221,6 @@ mod tests {
     #[test]
     fn a_chain_leaves_from_its_end() {
         let memory = MemoryTier::new(100);
-        let key = |number: u8| id(number, 0).key;
-        let link = |number: u8, parent: u8| Kept {
-            parent: (parent > 0).then(|| key(parent)),
-            ..kept(id(number, 0), 20, number)
-        };
         // A chain of three, and two that need nobody.
         for (number, parent) in [(1, 0), (2, 1), (3, 2), (4, 0), (5, 0)] {
             memory.keep(link(number, parent));
@@ -240,10 +241,6 @@ mod tests {
     fn a_parent_stays_where_its_child_comes() {
         let memory = MemoryTier::new(60);
         let key = |number: u8| id(number, 0).key;
-        let link = |number: u8, parent: u8| Kept {
-            parent: (parent > 0).then(|| key(parent)),
-            ..kept(id(number, 0), 20, number)
-        };
         for (number, parent) in [(9, 0), (2, 0), (3, 0)] {
             memory.keep(link(number, parent));
         }

@@ -386,8 +386,8 @@ impl SlabState {
             groups.find_map(|group| self.order.evict(group))
         });
         // While something is being written or is about to be, what waits may wait for it.
-        let may_be_circle = self.flight.first().is_none() && !has_parent;
-        next.or_else(|| if may_be_circle { self.order.evict_circle() } else { None })
+        let may_be_circle = next.is_none() && self.flight.first().is_none() && !has_parent;
+        if may_be_circle { self.order.evict_circle() } else { next }
     }
 
     /// Evicts records, but no parent of the one that is coming, until the next checkpoint can open enough cells for it.

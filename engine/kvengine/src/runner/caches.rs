@@ -275,9 +275,7 @@ impl Caches {
     }
 }
 
-const NO_MODE: Error = Error::NoSleepMode(
-    "set enable_sleep_mode in the EngineConfig, or start `kvc serve` with --enable-sleep-mode",
-);
+const NO_MODE: Error = Error::NoSleepMode("set enable_sleep_mode in the EngineConfig");
 
 /// Wraps a paged cache of all layers as a grouped cache with one group.
 fn one_group(model: &Model, cache: PagedKvCache) -> Result<Box<dyn SequenceCache>> {

@@ -299,7 +299,7 @@ async fn compute(service: Arc<Service>, job: LeisureJob) {
 }
 
 /// Returns a document as the API shows it.
-fn shown(document: &RegisteredDocument, now: u64, is_pinned: bool) -> Value {
+pub(crate) fn shown(document: &RegisteredDocument, now: u64, is_pinned: bool) -> Value {
     let expires = document.expires.map(|at| at.saturating_sub(now) as f64 / 1e3);
     // After a restart, tokens are not counted at once.
     let costs = document.costs;

@@ -1,7 +1,9 @@
 //! The registered documents that the page lists.
 
 use serde::Serialize;
+use serde_json::{Value, json};
 
+use crate::dialect::registered::shown;
 use crate::service::Service;
 
 /// The number of documents that are listed.
@@ -13,22 +15,8 @@ pub(super) struct Registered {
     /// The number of documents, and of bytes of their texts.
     count: usize,
     bytes: usize,
-    /// The first ones, by tenant and ID.
-    listed: Vec<Listed>,
-}
-
-/// A registered document.
-#[derive(Debug, Serialize)]
-struct Listed {
-    tenant: Option<String>,
-    id: String,
-    title: Option<String>,
-    /// The number of tokens, and of bytes of their keys and values. After a restart, tokens are not counted at once.
-    tokens: Option<usize>,
-    kv_bytes: Option<u64>,
-    pinned: bool,
-    /// `None` if the document is kept until it is removed.
-    expires_in_seconds: Option<f64>,
+    /// The first ones, by tenant and ID: as clients see them, with their tenants.
+    listed: Vec<Value>,
 }
 
 impl Registered {
@@ -44,15 +32,10 @@ impl Registered {
                 if all.listed.len() == LISTED {
                     continue;
                 }
-                all.listed.push(Listed {
-                    tenant: tenant.as_deref().map(str::to_owned),
-                    id: document.id.to_string(),
-                    title: document.title.clone(),
-                    tokens: document.costs.map(|costs| costs.tokens),
-                    kv_bytes: document.costs.map(|costs| costs.kv_bytes),
-                    pinned: service.pins.contains(tenant.as_ref(), &document.id),
-                    expires_in_seconds: document.expires.map(|at| at.saturating_sub(now) as f64 / 1e3),
-                });
+                let is_pinned = service.pins.contains(tenant.as_ref(), &document.id);
+                let mut listed = shown(document, now, is_pinned);
+                listed["tenant"] = json!(tenant.as_deref());
+                all.listed.push(listed);
             }
         }
         all
